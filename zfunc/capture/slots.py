@@ -1,0 +1,149 @@
+"""Slots: what a captured function is called with, as hashable data.
+
+An argument tree is flattened once; each leaf becomes a slot that says everything a trace depends
+on. The tuple of arguments is the signature that keys the capture cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from zfunc import tree
+from zfunc.errors import LayoutError, explain
+from zfunc.layout import LeafLayouts, ShapeDtype
+from zfunc.sharded import Sharded, is_sharded
+
+__all__ = ["ArgLeaf", "Argument", "Input", "LeafSlot", "Slot", "Static", "describe", "is_like"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafSlot:
+    """A parameter leaf: arrives whole."""
+
+    path: str
+    spec: ShapeDtype
+    layouts: LeafLayouts
+    trainable: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ArgLeaf:
+    """A `Sharded` leaf of another argument: arrives as such, `gather` reads it whole."""
+
+    path: str
+    spec: ShapeDtype
+    layouts: LeafLayouts
+    local_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor of this rank's batch."""
+
+    spec: ShapeDtype
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Static:
+    """Anything that is not a tensor: part of the signature by type and value."""
+
+    kind: type
+    value: Any
+
+
+Slot = LeafSlot | ArgLeaf | Input | Static
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """One flattened argument: its structure and the slot of each leaf."""
+
+    structure: Any
+    slots: tuple[Slot, ...]
+
+
+def is_like(leaf: Any) -> bool:
+    """Whether a leaf has a shape and dtype: a tensor, or a `ShapeDtype` in its place."""
+    return isinstance(leaf, torch.Tensor | ShapeDtype)
+
+
+def describe(value: Any, root: str, device: torch.device) -> tuple[Argument, list[Any]]:
+    """Flattens an argument that is not the parameters.
+
+    Args:
+        value: any tree of tensors, `ShapeDtype`, `Sharded` and Python values.
+        root: what paths start with, such as "batch".
+        device: where its tensors must be.
+
+    Returns:
+        The description, and per slot that is a tensor or `Sharded`, the leaf itself.
+
+    Raises:
+        LayoutError: a tensor on another device, or a leaf that cannot be part of a signature.
+    """
+    leaves, structure = tree.flatten(value, is_leaf=is_sharded)
+    slots: list[Slot] = []
+    tensors: list[Any] = []
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Sharded) or is_like(leaf):
+            slots.append(_tensor_slot(value, root, index, leaf, device))
+            tensors.append(leaf)
+        else:
+            slots.append(_static(value, root, index, leaf))
+    return Argument(structure, tuple(slots)), tensors
+
+
+def _path(value: Any, root: str, index: int) -> str:
+    return tree.leaf_paths(value, root, is_leaf=is_sharded)[index]
+
+
+def _tensor_slot(
+    value: Any, root: str, index: int, leaf: Any, device: torch.device
+) -> ArgLeaf | Input:
+    if isinstance(leaf, Sharded):
+        layout = leaf.layout
+        spec = ShapeDtype(layout.shape, leaf.dtype)
+        path = _path(value, root, index)
+        return ArgLeaf(path, spec, LeafLayouts(layout, layout, layout), tuple(leaf.local.shape))
+    spec = ShapeDtype(tuple(leaf.shape), leaf.dtype)
+    if isinstance(leaf, ShapeDtype):
+        return Input(spec, contiguous_stride(spec.shape), device)
+    if leaf.device != device:
+        raise LayoutError(
+            explain(
+                f"{_path(value, root, index)} is on the wrong device",
+                expected=device,
+                got=leaf.device,
+                do=f"move it with .to({str(device)!r}) before the call",
+            )
+        )
+    return Input(spec, tuple(leaf.stride()), leaf.device)
+
+
+def _static(value: Any, root: str, index: int, leaf: Any) -> Static:
+    try:
+        hash(leaf)
+    except TypeError:
+        raise LayoutError(
+            explain(
+                f"{_path(value, root, index)} is neither a tensor nor hashable",
+                expected="a tensor, number, string, callable or None",
+                got=type(leaf),
+                do="make a tensor of it, such as torch.from_numpy(array)",
+            )
+        ) from None
+    return Static(type(leaf), leaf)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    stride, strides = 1, []
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

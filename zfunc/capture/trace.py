@@ -1,0 +1,376 @@
+"""Trace: a function becomes one graph of torch operators, on fake tensors.
+
+The loss is traced together with its derivative: `make_fx` over `torch.func.vjp`, or, for the closed
+list of functions that functorch refuses, over `torch.autograd.grad` on copies of the leaves. The two
+graphs hold the same operators but for detach nodes. `torch.func` is traced, never run: run, it would
+keep a second-order graph alive and double the peak of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.capture import compat
+from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static
+from zfunc.errors import CaptureError, explain
+from zfunc.sharded import Sharded
+
+__all__ = ["Scope", "Traced", "lookup_full", "scope", "trace_forward", "trace_loss"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traced:
+    """A graph and what its placeholders and outputs are.
+
+    Attributes:
+        graph: the traced module.
+        slots: the slot of each placeholder; a `Sharded` argument has two (piece, then whole).
+        num_forward: how many nodes precede the derivative.
+        has_loss: whether the first output is a loss.
+        weighted: whether the loss returned a weight.
+        grads: per trainable leaf, whether the graph has its gradient.
+        aux: structure of what the function returns besides.
+        statics: the leaves of what it returns besides, None where a tensor goes.
+        derivation: "vjp", "autograd" or "forward".
+    """
+
+    graph: torch.fx.GraphModule
+    slots: tuple[tuple[str, Any], ...]
+    num_forward: int
+    has_loss: bool
+    weighted: bool
+    grads: tuple[bool, ...]
+    aux: Any
+    statics: tuple[Any, ...]
+    derivation: str
+
+
+@dataclasses.dataclass(slots=True)
+class Scope:
+    """What library functions may ask for while a function is being traced."""
+
+    fulls: dict[int, Tensor]
+    regions: int = 0
+
+    def next_region(self) -> str:
+        """A name for one call of a rematerialised function."""
+        self.regions += 1
+        return str(self.regions)
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("zfunc_scope", default=None)
+
+
+def scope() -> Scope | None:
+    """The scope of the capture in progress, or None."""
+    return _SCOPE.get()
+
+
+def lookup_full(leaf: Sharded) -> Tensor | None:
+    """The whole of a `Sharded` argument during capture; None if it is not an argument as given."""
+    current = _SCOPE.get()
+    return None if current is None else current.fulls.get(id(leaf.local))
+
+
+def trace_loss(
+    loss_fn: Callable[..., Any],
+    params: Argument,
+    batch: Argument,
+    *,
+    key: bool,
+    has_aux: bool,
+) -> Traced:
+    """Traces a loss and its gradient.
+
+    Args:
+        loss_fn: `loss_fn(params, batch)`, or with a keyword argument `key`.
+        params: the parameters' description.
+        batch: the batch's description.
+        key: whether the loss takes a key.
+        has_aux: whether it returns `(loss, aux)`.
+
+    Returns:
+        The graph; its outputs are loss, weight if any, gradients, tensors of aux.
+
+    Raises:
+        CaptureError: the loss cannot be turned into a graph that stays true.
+    """
+    trainable = [i for i, s in enumerate(params.slots) if isinstance(s, LeafSlot) and s.trainable]
+    box: dict[str, Any] = {}
+
+    def loss_of(diff: Sequence[Tensor], leaves: list[Any], inputs: Any, secret: Any) -> Any:
+        leaves = list(leaves)
+        for index, tensor in zip(trainable, diff, strict=True):
+            leaves[index] = tensor
+        arguments = tree.unflatten(params.structure, leaves), inputs
+        out = loss_fn(*arguments, key=secret) if key else loss_fn(*arguments)
+        return _split_loss(out, has_aux, box)
+
+    def with_vjp(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
+        loss, pull, extra = torch.func.vjp(
+            lambda *diff: loss_of(diff, *rest), *diff, has_aux=True
+        )
+        box["num_forward"] = compat.num_nodes()
+        return (loss, *extra, *pull(torch.ones_like(loss)))
+
+    def without_derivative(_: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+        loss, extra = loss_of((), *rest)
+        box["num_forward"] = compat.num_nodes()
+        return (loss, *extra)
+
+    def with_autograd(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
+        copies = [tensor.detach().requires_grad_() for tensor in diff]
+        with torch.enable_grad():
+            loss, extra = loss_of(copies, *rest)
+        box["num_forward"] = compat.num_nodes()
+        grads: Sequence[Tensor | None] = [None] * len(copies)
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, copies, allow_unused=True)
+        return (loss.detach(), *(tensor.detach() for tensor in extra), *grads)
+
+    def run(derive: Callable[..., Any], derivation: str) -> Traced:
+        def body(leaves: list[Any], inputs: Any, secret: Any) -> tuple[Tensor, ...]:
+            outs = derive([leaves[i] for i in trainable], leaves, inputs, secret)
+            box["present"] = [out is not None for out in outs]
+            return tuple(out for out in outs if out is not None)
+
+        return _trace(body, params, batch, key, box, len(trainable), derivation)
+
+    if not trainable:
+        return run(without_derivative, "forward")
+    try:
+        return run(with_vjp, "vjp")
+    except Exception as refusal:
+        if not compat.is_functorch_refusal(refusal):
+            raise
+    return run(with_autograd, "autograd")
+
+
+def trace_forward(fn: Callable[..., Any], params: Argument, args: Argument) -> Traced:
+    """Traces a function of parameters and further arguments without its derivative.
+
+    Args:
+        fn: `fn(params, *args)`.
+        params: the parameters' description.
+        args: the description of the tuple of further arguments.
+
+    Returns:
+        The graph; its outputs are the tensors of what the function returns.
+
+    Raises:
+        CaptureError: the function cannot be turned into a graph that stays true.
+    """
+    box: dict[str, Any] = {"present": []}
+
+    def body(leaves: list[Any], inputs: Any, _: Any) -> tuple[Tensor, ...]:
+        out = fn(tree.unflatten(params.structure, leaves), *inputs)
+        tensors = _split_aux(out, box)
+        box["num_forward"] = compat.num_nodes()
+        return tensors
+
+    with torch.no_grad():
+        return _trace(body, params, args, False, box, 0, "forward")
+
+
+def _trace(
+    body: Callable[[list[Any], Any, Any], tuple[Tensor, ...]],
+    params: Argument,
+    args: Argument,
+    key: bool,
+    box: dict[str, Any],
+    num_grads: int,
+    derivation: str,
+) -> Traced:
+    """Runs `body` on fake tensors for every slot and records the graph."""
+    with _pure(), compat.fake_mode():
+        fakes, slots = _placeholders(params, args, key)
+
+        def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            current = Scope({})
+            token = _SCOPE.set(current)
+            try:
+                remaining = iter(tensors)
+                leaves = [_fill(slot, remaining, current) for slot in params.slots]
+                inputs = [_fill(slot, remaining, current) for slot in args.slots]
+                secret = next(remaining) if key else None
+                return body(leaves, tree.unflatten(args.structure, inputs), secret)
+            finally:
+                _SCOPE.reset(token)
+
+        try:
+            graph = compat.to_graph(flat, fakes)
+        except compat.DATA_DEPENDENT as error:
+            raise _data_dependent(error) from error
+        except AssertionError as error:
+            if not compat.is_fake_refusal(error):
+                raise
+            raise _captured_tensor(error) from error
+    num_first = len(box["present"]) - num_grads
+    return Traced(
+        graph,
+        tuple(slots),
+        box["num_forward"],
+        "weighted" in box,
+        box.get("weighted", False),
+        tuple(box["present"][num_first:]) if num_grads else (),
+        box["aux"],
+        box["statics"],
+        derivation,
+    )
+
+
+def _placeholders(
+    params: Argument, args: Argument, key: bool
+) -> tuple[tuple[Tensor, ...], list[tuple[str, Any]]]:
+    """Fake tensors for every slot, and what each of them is."""
+    fakes: list[Tensor] = []
+    slots: list[tuple[str, Any]] = []
+    for slot in (*params.slots, *args.slots):
+        if isinstance(slot, LeafSlot):
+            fakes.append(_empty(slot.spec.shape, slot.spec.dtype, slot.layouts.params.mesh.device))
+            slots.append(("leaf", slot))
+        elif isinstance(slot, ArgLeaf):
+            device = slot.layouts.params.mesh.device
+            fakes.append(_empty(slot.local_shape, slot.spec.dtype, device))
+            slots.append(("piece", slot))
+            fakes.append(_empty(slot.spec.shape, slot.spec.dtype, device))
+            slots.append(("leaf", slot))
+        elif isinstance(slot, Input):
+            fakes.append(
+                torch.empty_strided(
+                    slot.spec.shape, slot.stride, dtype=slot.spec.dtype, device=slot.device
+                )
+            )
+            slots.append(("input", slot))
+    if key:
+        fakes.append(torch.empty(2, dtype=torch.int64))
+        slots.append(("key", None))
+    return tuple(fakes), slots
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _fill(slot: Any, tensors: Iterator[Tensor], current: Scope) -> Any:
+    """What the user's function sees for a slot."""
+    if isinstance(slot, Static):
+        return slot.value
+    tensor = next(tensors)
+    if isinstance(slot, ArgLeaf):
+        current.fulls[id(tensor)] = next(tensors)
+        return Sharded(tensor, slot.layouts.params)
+    return tensor
+
+
+def _split_loss(out: Any, has_aux: bool, box: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Takes `loss`, `(sum, weight)` and aux apart; tensors of weight and aux come second."""
+    aux: Any = None
+    if has_aux:
+        if not (isinstance(out, tuple) and len(out) == 2):
+            raise _bad_loss("(loss, aux), since has_aux=True", out)
+        out, aux = out
+    weight: tuple[Tensor, ...] = ()
+    if isinstance(out, tuple):
+        if len(out) != 2:
+            raise _bad_loss("a loss, or (sum, weight)", out)
+        out, raw = out
+        if not isinstance(raw, Tensor):
+            raw = torch.full((), float(raw), dtype=torch.float64)
+        if raw.numel() != 1 or raw.is_complex():
+            raise _bad_loss("a weight of one element", raw)
+        weight = (raw.detach().reshape(()),)
+    if not isinstance(out, Tensor) or out.dim() or not out.is_floating_point():
+        raise _bad_loss("a 0-d floating tensor", out)
+    box["weighted"] = bool(weight)
+    return out, weight + _split_aux(aux, box)
+
+
+def _split_aux(aux: Any, box: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Takes the tensors out of a tree; structure and other leaves are kept aside."""
+    leaves, box["aux"] = tree.flatten(aux)
+    box["statics"] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _bad_loss(expected: str, out: Any) -> CaptureError:
+    got = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else repr(type(out))
+    if isinstance(out, tuple):
+        got = f"a tuple of {len(out)}"
+    return CaptureError(
+        explain(
+            "the loss returned something else than a loss",
+            expected=expected,
+            got=got,
+            do="return loss.mean(), or (loss.sum(), weight); with has_aux=True a pair (loss, aux)",
+        )
+    )
+
+
+@contextlib.contextmanager
+def _pure() -> Iterator[None]:
+    """Refuses a function that moves a generator of torch, numpy or random while it is traced."""
+    before = _generator_states()
+    yield
+    for name, old, new in zip(("torch", "numpy", "random"), before, _generator_states(), strict=True):
+        if old != new:
+            raise CaptureError(
+                explain(
+                    f"the function moves {name}'s generator from Python",
+                    expected="random numbers that are part of the graph",
+                    got=f"a changed state of {name}'s generator: later steps would repeat one draw",
+                    do="draw with zfunc.random from a `key` argument, or pass the numbers in the batch",
+                )
+            )
+
+
+def _generator_states() -> tuple[bytes, bytes, int]:
+    state = numpy.random.get_state(legacy=True)
+    return (
+        torch.get_rng_state().numpy().tobytes(),
+        state[1].tobytes() + bytes(str(state[2:]), "ascii"),  # pyright: ignore
+        hash(random.getstate()),
+    )
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the traceback that belongs neither to torch nor to zfunc."""
+    line, frame = "", error.__traceback__
+    while frame is not None:
+        file = frame.tb_frame.f_code.co_filename
+        if not any(part in file for part in ("/torch/", "/zfunc/", "/optree/", "<")):
+            line = f"{file}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return line
+
+
+def _data_dependent(error: BaseException) -> CaptureError:
+    return CaptureError(
+        explain(
+            f"Python control flow depends on a tensor's value at {_user_line(error)}",
+            expected="operators only, such as torch.where",
+            got=str(error),
+            do="keep the value a tensor, or decide outside the loss and pass the choice in the batch",
+        )
+    )
+
+
+def _captured_tensor(error: BaseException) -> CaptureError:
+    return CaptureError(
+        explain(
+            f"the function uses a tensor that is not an argument at {_user_line(error)}",
+            expected="every tensor passed through params or batch",
+            got=str(error).split("Found in")[-1].strip(),
+            do="pass it in the batch, or as a frozen leaf of the parameters",
+        )
+    )
