@@ -142,8 +142,9 @@ def _leaf(slot: Any, full: int) -> Leaf:
     """The leaf-table entry of a slot that arrives whole."""
     layout = slot.layouts.params
     resident = layout.axis is None or layout.mesh.axis_size(layout.axis) == 1
-    trainable = isinstance(slot, LeafSlot) and slot.trainable
-    return Leaf(slot.path, slot.spec, slot.layouts, full, trainable, resident)
+    is_param = isinstance(slot, LeafSlot)
+    trainable = is_param and slot.trainable
+    return Leaf(slot.path, slot.spec, slot.layouts, full, trainable, is_param, resident)
 
 
 def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:

@@ -9,7 +9,6 @@ keep a second-order graph alive and double the peak of memory.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +22,10 @@ from zfunc import tree
 from zfunc.capture import compat
 from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static
 from zfunc.errors import CaptureError, explain
+from zfunc.scope import Scope, entered, scope
 from zfunc.sharded import Sharded
 
-__all__ = ["Scope", "Traced", "lookup_full", "scope", "trace_forward", "trace_loss"]
+__all__ = ["Traced", "lookup_full", "trace_forward", "trace_loss"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,30 +55,9 @@ class Traced:
     derivation: str
 
 
-@dataclasses.dataclass(slots=True)
-class Scope:
-    """What library functions may ask for while a function is being traced."""
-
-    fulls: dict[int, Tensor]
-    regions: int = 0
-
-    def next_region(self) -> str:
-        """A name for one call of a rematerialised function."""
-        self.regions += 1
-        return str(self.regions)
-
-
-_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("zfunc_scope", default=None)
-
-
-def scope() -> Scope | None:
-    """The scope of the capture in progress, or None."""
-    return _SCOPE.get()
-
-
 def lookup_full(leaf: Sharded) -> Tensor | None:
     """The whole of a `Sharded` argument during capture; None if it is not an argument as given."""
-    current = _SCOPE.get()
+    current = scope()
     return None if current is None else current.fulls.get(id(leaf.local))
 
 
@@ -196,16 +175,12 @@ def _trace(
         fakes, slots = _placeholders(params, args, key)
 
         def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            current = Scope({})
-            token = _SCOPE.set(current)
-            try:
+            with entered(Scope({}, compat.annotate)) as current:
                 remaining = iter(tensors)
                 leaves = [_fill(slot, remaining, current) for slot in params.slots]
                 inputs = [_fill(slot, remaining, current) for slot in args.slots]
                 secret = next(remaining) if key else None
                 return body(leaves, tree.unflatten(args.structure, inputs), secret)
-            finally:
-                _SCOPE.reset(token)
 
         try:
             graph = compat.to_graph(flat, fakes)

@@ -79,6 +79,7 @@ class Leaf:
         layouts: of the parameter, its gradient and its optimizer state.
         full: the virtual value that compute ops read.
         trainable: whether it has a gradient.
+        is_param: whether it is a parameter, not a `Sharded` argument.
         resident: whether this rank holds it whole anyway, so that no gather is needed.
     """
 
@@ -87,6 +88,7 @@ class Leaf:
     layouts: LeafLayouts
     full: int
     trainable: bool
+    is_param: bool
     resident: bool
 
 
@@ -269,6 +271,7 @@ class Program:
         derived: virtual value -> the op that derives it from leaves and other derived values.
         constants: value -> the tensor that the function created from Python data.
         micros: inputs and outputs per micro-batch.
+        limit_bytes: the budget of live bytes that `pack` settled on; None before it.
     """
 
     name: str
@@ -279,6 +282,7 @@ class Program:
     derived: Mapping[int, Compute]
     constants: Mapping[int, torch.Tensor]
     micros: tuple[Micro, ...]
+    limit_bytes: int | None = None
 
 
 def refs(args: Any) -> Iterator[int]:

@@ -1,0 +1,229 @@
+"""Accumulate: micro-batches in a row become one step, with gradients reduced and summed.
+
+A gradient that is sharded is reduced per micro-batch, as soon as its bucket is complete, and summed
+into a sharded accumulator; a replicated one is summed locally and reduced once. Either way the order
+of every sum is fixed: over the last mesh axis first, ranks in rank order, then micro-batches in order.
+A reduce is awaited at once here; `order` gives it time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from zfunc.layout import ShapeDtype
+from zfunc.meshes import Mesh, shard_range
+from zfunc.passes.buckets import BUCKET_BYTES, buckets
+from zfunc.program.ir import (
+    Accumulate,
+    Collective,
+    Compute,
+    Free,
+    Leaf,
+    Micro,
+    Op,
+    Program,
+    Reduce,
+    Status,
+    Update,
+    Value,
+    Wait,
+    map_refs,
+    writes,
+)
+
+__all__ = ["accumulate"]
+
+
+def accumulate(
+    micros: Sequence[Program], mesh: Mesh, *, update: bool, bucket_bytes: int = BUCKET_BYTES
+) -> Program:
+    """Joins captured micro-batches to one program.
+
+    Args:
+        micros: one captured program per micro-batch, all of the same parameters.
+        mesh: the mesh that gradients are summed over.
+        update: whether an optimizer update follows (mode "step"), else the gradients are results.
+        bucket_bytes: see `buckets`.
+
+    Returns:
+        A program in mode "step", "grad" or "forward".
+    """
+    join = _Join(mesh, update)
+    for number, micro in enumerate(micros):
+        join.append(micro, number)
+    if micros[0].mode == "forward":
+        return join.program(micros[0].name, "forward", [])
+    groups = [
+        tuple(i for i in group if join.leaves[i].trainable)
+        for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes)
+    ]
+    reduced = join.reduce([group for group in groups if group])
+    tail: list[Op] = [
+        Status(
+            tuple(m.loss for m in join.micros if m.loss is not None),
+            tuple(m.weight for m in join.micros if m.weight is not None),
+            reduced,
+        )
+    ]
+    trainable = tuple(i for i, leaf in enumerate(join.leaves) if leaf.trainable)
+    if update:
+        tail.append(Update(trainable, reduced))
+    return join.program(micros[0].name, "step" if update else "grad", tail)
+
+
+class _Join:
+    """The program under construction: one table of values, one list of ops."""
+
+    def __init__(self, mesh: Mesh, update: bool):
+        self.mesh = mesh
+        self.update = update
+        self.leaves: list[Leaf] = []
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.micros: list[Micro] = []
+        self.constants = {}
+        self.token = 0
+
+    def program(self, name: str, mode: str, tail: list[Op]) -> Program:
+        ops = (*self.ops, *tail)
+        return Program(
+            name,
+            mode,
+            tuple(self.leaves),
+            tuple(self.values),
+            ops,
+            {},
+            self.constants,
+            tuple(self.micros),
+        )
+
+    def append(self, micro: Program, number: int) -> None:
+        """Appends the ops of one micro-batch under new value ids; parameters keep theirs."""
+        known = {leaf.path: leaf.full for leaf in self.leaves if leaf.is_param}
+        names = {
+            leaf.full: known[leaf.path]
+            for leaf in micro.leaves
+            if leaf.is_param and leaf.path in known
+        }
+        offset = len(self.values)
+        fresh = [i for i in range(len(micro.values)) if i not in names]
+        names |= {old: offset + k for k, old in enumerate(fresh)}
+        for old in fresh:
+            value = micro.values[old]
+            self.values.append(dataclasses.replace(value, owner=names[value.owner]))
+        for leaf in micro.leaves:
+            if not (leaf.is_param and leaf.path in known):
+                self.leaves.append(dataclasses.replace(leaf, full=names[leaf.full]))
+        self.constants |= {names[old]: tensor for old, tensor in micro.constants.items()}
+        self.ops += [_rename(op, names, number) for op in micro.ops]
+        (ends,) = micro.micros
+        self.micros.append(_rename_micro(ends, names))
+
+    def reduce(self, groups: list[tuple[int, ...]]) -> tuple[int | None, ...]:
+        """Inserts reduces and accumulation; returns each trainable leaf's reduced gradient."""
+        sums: dict[int, int] = {}
+        after: dict[int, list[Op]] = {}
+        made = {value: at for at, op in enumerate(self.ops) for value in writes(op)}
+        for micro in self.micros:
+            for group in groups:
+                fresh = {i: grad for i in group if (grad := micro.grads[i]) is not None}
+                if not fresh:
+                    continue
+                emit = after.setdefault(max(made[grad] for grad in fresh.values()), [])
+                for i, grad in fresh.items():
+                    self._mark(grad, "grad" if self._steps(i) else "shard")
+                if self.leaves[group[0]].layouts.grads.axis is not None:
+                    self._reduce_into(list(fresh), fresh, emit)
+                _add(fresh, sums, emit)
+        end = after.setdefault(len(self.ops) - 1, [])
+        for group in groups:
+            if self.leaves[group[0]].layouts.grads.axis is None:
+                self._reduce_into([i for i in group if i in sums], sums, end)
+        self.ops = [new for at, op in enumerate(self.ops) for new in (op, *after.get(at, ()))]
+        return tuple(sums.get(i) for i, leaf in enumerate(self.leaves) if leaf.trainable)
+
+    def _reduce_into(self, leaves: list[int], grads: dict[int, int], emit: list[Op]) -> None:
+        """Sums the gradients of leaves over the mesh; `grads` then names the sums."""
+        if not leaves:
+            return
+        for axis, scatter in self._steps(leaves[0]):
+            ins = tuple(grads[i] for i in leaves)
+            outs = tuple(self._sum_value(i, axis if scatter else None, grads[i]) for i in leaves)
+            receive = sum(self._receive_bytes(g, axis, scatter) for g in ins)
+            emit += [
+                Reduce(axis, tuple(leaves), ins, outs, scatter, self.token, receive),
+                Wait(self.token),
+                Free(ins),
+            ]
+            self.token += 1
+            grads |= dict(zip(leaves, outs, strict=True))
+
+    def _sum_value(self, leaf: int, axis: str | None, source: int) -> int:
+        """A new value for the sum of one leaf's gradients."""
+        spec = self.values[source].spec
+        if axis is not None:
+            start, stop = shard_range(spec.numel, self.mesh.axis_size(axis), self.mesh.index(axis))
+            spec = ShapeDtype((stop - start,), spec.dtype)
+        name = f"grad {self.leaves[leaf].path}"
+        self.values.append(Value(name, spec, len(self.values), spec.nbytes, "shard"))
+        return len(self.values) - 1
+
+    def _receive_bytes(self, grad: int, axis: str, scatter: bool) -> int:
+        spec, size = self.values[grad].spec, self.mesh.axis_size(axis)
+        start, stop = shard_range(spec.numel, size, self.mesh.index(axis))
+        piece = (stop - start) * spec.dtype.itemsize
+        return (size - 1) * (piece if scatter else spec.nbytes)
+
+    def _mark(self, grad: int, role: str) -> None:
+        owner = self.values[grad].owner
+        self.values[owner] = dataclasses.replace(self.values[owner], role=role)
+
+    def _steps(self, leaf: int) -> list[tuple[str, bool]]:
+        """The axes that a leaf's gradient is summed over, in order, and whether each scatters.
+
+        An update needs the optimizer's piece only; as a result a gradient has its own layout.
+        """
+        layouts, mesh = self.leaves[leaf].layouts, self.mesh
+        target = layouts.opt if self.update else layouts.grads
+        return [
+            (axis, axis == target.axis) for axis in reversed(mesh.axes) if mesh.axis_size(axis) > 1
+        ]
+
+
+def _add(fresh: dict[int, int], sums: dict[int, int], emit: list[Op]) -> None:
+    """Adds the gradients of one micro-batch to the sums of those before it."""
+    old = [i for i in fresh if i in sums]
+    if old:
+        ins = tuple(fresh[i] for i in old)
+        emit += [Accumulate(tuple(sums[i] for i in old), ins), Free(ins)]
+    sums |= {i: grad for i, grad in fresh.items() if i not in sums}
+
+
+def _rename(op: Op, names: dict[int, int], micro: int) -> Op:
+    """The same op of a captured program under other value ids."""
+    if isinstance(op, Compute):
+        return dataclasses.replace(
+            op,
+            args=map_refs(op.args, names.__getitem__),
+            kwargs=map_refs(op.kwargs, names.__getitem__),
+            outs=tuple(None if out is None else names[out] for out in op.outs),
+            micro=micro,
+        )
+    if isinstance(op, Collective):
+        return dataclasses.replace(op, source=names[op.source], out=names[op.out], micro=micro)
+    return op
+
+
+def _rename_micro(micro: Micro, names: dict[int, int]) -> Micro:
+    def new(value: int | None) -> int | None:
+        return None if value is None else names[value]
+
+    return Micro(
+        tuple(names[value] for value in micro.inputs),
+        new(micro.key),
+        new(micro.loss),
+        new(micro.weight),
+        tuple(new(grad) for grad in micro.grads),
+        tuple(names[value] for value in micro.aux),
+    )

@@ -1,0 +1,69 @@
+"""Buckets: which leaves travel together.
+
+A large leaf travels alone, straight from and into its own buffer. Small leaves of one dtype and one
+layout travel together in the order of their first use, so that the number of messages does not
+depend on the number of leaves. The rule reads the program only: every rank finds the same buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from zfunc.program.ir import Compute, Leaf, Op, reads
+
+__all__ = ["BUCKET_BYTES", "LARGE_LEAF_BYTES", "buckets"]
+
+LARGE_LEAF_BYTES = 1 << 18
+BUCKET_BYTES = 1 << 20
+
+
+def buckets(
+    leaves: tuple[Leaf, ...],
+    ops: Iterable[Op],
+    derived: Mapping[int, Compute],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[tuple[int, ...]]:
+    """Groups the leaves that the ops read.
+
+    Args:
+        leaves: the leaf table.
+        ops: the ops of the program.
+        derived: virtual values and the ops that derive them from leaves.
+        bucket_bytes: a bucket of small leaves is closed before it would exceed this.
+
+    Returns:
+        Leaf indices per bucket, buckets in the order of first use.
+    """
+    index = {leaf.full: i for i, leaf in enumerate(leaves)}
+    order: dict[int, None] = {}
+    seen: set[int] = set()
+
+    def visit(value: int) -> None:
+        if value in seen:
+            return
+        seen.add(value)
+        if value in index:
+            order[index[value]] = None
+        elif value in derived:
+            for read in reads(derived[value]):
+                visit(read)
+
+    for op in ops:
+        for value in reads(op):
+            visit(value)
+    groups: list[list[int]] = []
+    open_groups: dict[object, tuple[list[int], int]] = {}
+    for i in order:
+        leaf = leaves[i]
+        if leaf.spec.nbytes >= LARGE_LEAF_BYTES:
+            groups.append([i])
+            continue
+        rows = (leaf.layouts.params, leaf.layouts.grads, leaf.layouts.opt)
+        kind = (leaf.spec.dtype, leaf.trainable, tuple(row.axis for row in rows))
+        group, size = open_groups.get(kind, ([], bucket_bytes))
+        if size + leaf.spec.nbytes > bucket_bytes:
+            group, size = [], 0
+            groups.append(group)
+        group.append(i)
+        open_groups[kind] = (group, size + leaf.spec.nbytes)
+    return [tuple(group) for group in groups]
