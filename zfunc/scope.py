@@ -1,0 +1,54 @@
+"""The scope of a capture: what library functions may ask for while a user's function is traced.
+
+A context variable holds it, so that functions of lower layers (remat, gather) know whether a
+capture is in progress without importing capture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+__all__ = ["Scope", "entered", "scope"]
+
+
+@dataclasses.dataclass(slots=True)
+class Scope:
+    """One capture in progress.
+
+    Attributes:
+        fulls: id of the piece of a `Sharded` argument -> the tensor that stands for all of it.
+        annotate: tags everything traced inside with the name of a region.
+        regions: how many regions were entered so far.
+    """
+
+    fulls: dict[int, Tensor]
+    annotate: Callable[[str], contextlib.AbstractContextManager[None]]
+    regions: int = 0
+
+    def region(self) -> contextlib.AbstractContextManager[None]:
+        """A region of its own for one call of a rematerialised function."""
+        self.regions += 1
+        return self.annotate(str(self.regions))
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("zfunc_scope", default=None)
+
+
+def scope() -> Scope | None:
+    """The scope of the capture in progress, or None."""
+    return _SCOPE.get()
+
+
+@contextlib.contextmanager
+def entered(current: Scope) -> Iterator[Scope]:
+    """Makes a scope the one of the capture in progress."""
+    token = _SCOPE.set(current)
+    try:
+        yield current
+    finally:
+        _SCOPE.reset(token)
