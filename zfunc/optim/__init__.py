@@ -1,0 +1,47 @@
+"""Optimizers as values: pure `(init, update)` pairs with optax's names and argument names."""
+
+from zfunc.optim.alias import adam, adamw, sgd
+from zfunc.optim.base import (
+    ChangedInfo,
+    LocalInfo,
+    Transform,
+    UpdateInfo,
+    global_norm,
+    learning_rate_of,
+)
+from zfunc.optim.combine import chain, identity, masked, partition
+from zfunc.optim.moments import scale_by_adam, trace
+from zfunc.optim.transforms import (
+    add_decayed_weights,
+    clip_by_global_norm,
+    scale,
+    scale_by_learning_rate,
+    scale_by_schedule,
+)
+from zfunc.optim.update import Applied, apply, apply_updates
+
+__all__ = [
+    "Applied",
+    "ChangedInfo",
+    "LocalInfo",
+    "Transform",
+    "UpdateInfo",
+    "adam",
+    "adamw",
+    "add_decayed_weights",
+    "apply",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "global_norm",
+    "identity",
+    "learning_rate_of",
+    "masked",
+    "partition",
+    "scale",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_schedule",
+    "sgd",
+    "trace",
+]
