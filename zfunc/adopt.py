@@ -1,0 +1,83 @@
+"""Adopt: the state of one step becomes a state of another on the same processes.
+
+Leaves whose layout changes are gathered one at a time and cut anew; what the optimizer keeps is matched
+by path, so a leaf that trains in both steps keeps its moments and counts, and a newly trained one
+starts at 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+
+from zfunc import tree
+from zfunc.agree import telling_others
+from zfunc.collective import gather
+from zfunc.errors import LayoutError, explain
+from zfunc.layout import Layout, P
+from zfunc.params import ParamTable
+from zfunc.sharded import Sharded, consume, is_sharded
+from zfunc.state import State
+from zfunc.training import Training
+from zfunc.update import init_opt_state
+
+__all__ = ["adopt"]
+
+
+def adopt(training: Training, state: State) -> State:
+    """Brings a state over to a step; see `Step.adopt`."""
+    mesh, options = training.mesh, training.options
+    with telling_others(mesh, "adopt"):
+        old = [leaf for leaf in tree.leaves(state.params, is_leaf=is_sharded) if is_sharded(leaf)]
+        _check_processes(old, mesh.processes)
+        table = ParamTable.of(state.params, mesh, options.specs, options.trainable)
+    what = f"adopt at step {int(state.step)}"
+    leaves = [
+        _relaid(leaf, slot.layouts.params, what, donate=options.donate)
+        for leaf, slot in zip(old, table.slots, strict=True)
+    ]
+    fresh = init_opt_state(state.tx, table, leaves)
+    kept = dict(_by_path(state.opt_state))
+
+    def carry(path: tuple[Any, ...], leaf: Any) -> Any:
+        source = kept.get(path)
+        if not (isinstance(source, Sharded) and isinstance(leaf, Sharded)):
+            return leaf if source is None else source
+        return _relaid(source, leaf.layout, what, donate=options.donate)
+
+    opt_state = tree.map_with_path(carry, fresh, is_leaf=is_sharded)
+    return State(state.step, table.rebuild(leaves), opt_state, state.key, state.scaler, state.tx)
+
+
+def _check_processes(leaves: list[Sharded], processes: tuple[int, ...]) -> None:
+    for leaf in leaves:
+        if sorted(leaf.layout.mesh.processes) != sorted(processes):
+            raise LayoutError(
+                explain(
+                    f"{leaf.layout.path} lives on other processes",
+                    expected=processes,
+                    got=leaf.layout.mesh.processes,
+                    do="another number of processes goes through a checkpoint",
+                )
+            )
+
+
+def _relaid(leaf: Sharded, layout: Layout, what: str, *, donate: bool) -> Sharded:
+    """The same leaf in another layout; over the same buffer where it may be."""
+    if leaf.layout == layout:
+        return Sharded(consume(leaf, what) if donate else leaf.local.clone(), layout)
+    full = gather(leaf)
+    if donate:
+        consume(leaf, what)
+    if isinstance(layout.spec, P):
+        return Sharded(full.clone(), layout)
+    start, stop = layout.range
+    return Sharded(full.reshape(-1)[start:stop].clone(), layout)
+
+
+def _by_path(opt_state: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    paths, leaves, _ = optree.tree_flatten_with_path(
+        opt_state, is_leaf=is_sharded, namespace=tree.NAMESPACE
+    )
+    return list(zip(paths, leaves, strict=True))

@@ -1,0 +1,136 @@
+"""Agreement: before the first collective of a call, every rank learns that all others will follow.
+
+The ranks exchange a small frame on the control group: whether preparing failed, the digest of the
+program, a hash of all that must be equal, and the count of steps. A rank that failed makes every rank
+raise; nothing was communicated yet, and the state from before stays valid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import NoReturn
+
+from zfunc.errors import ProgramMismatchError, RankLostError, RemoteRankError, explain
+from zfunc.meshes import Mesh
+
+__all__ = ["Proposal", "agree", "hash_of", "raise_failures", "telling_others"]
+
+_OK, _FAILED = b"\x00", b"\x01"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a rank is about to do.
+
+    Attributes:
+        digest: 16 bytes, of the sequence of collectives.
+        context: 16 bytes, of everything else that must be equal.
+        text: the sequence of collectives, one a line, for the message if digests differ.
+        about: what the context is made of, for the message if contexts differ.
+    """
+
+    digest: bytes
+    context: bytes
+    text: str
+    about: str
+
+
+def hash_of(*parts: object) -> bytes:
+    """16 bytes that are equal on every rank for equal parts."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+
+
+@contextlib.contextmanager
+def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
+    """Turns a failure before agreement into an error on every rank.
+
+    Args:
+        mesh: the mesh.
+        what: the call, such as "step 3", for the message elsewhere.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise
+    except Exception as error:
+        if mesh.comm is not None:
+            mesh.comm.exchange(_FAILED)
+            _exchange_messages(mesh, error, what)
+        raise
+
+
+def agree(mesh: Mesh, own: Proposal, what: str) -> None:
+    """Exchanges proposals; returns when all ranks will run the same collectives.
+
+    Args:
+        mesh: the mesh; every rank calls this, or fails inside `telling_others`.
+        own: what this rank is about to do.
+        what: the call, for messages.
+
+    Raises:
+        RemoteRankError: another rank failed.
+        ProgramMismatchError: ranks differ; names the first difference.
+        RankLostError: a rank did not answer in time.
+    """
+    if mesh.comm is None:
+        return
+    frames = mesh.comm.exchange(_OK + own.digest + own.context)
+    failed = [rank for rank, frame in enumerate(frames) if frame[:1] == _FAILED]
+    if failed:
+        messages = _exchange_messages(mesh, None, what)
+        raise_failures(failed, messages, what)
+    if any(frame[17:] != own.context for frame in frames):
+        _raise_difference(mesh, own.about, f"{what}: ranks were called with different settings")
+    if any(frame[1:17] != own.digest for frame in frames):
+        _raise_difference(mesh, own.text, f"{what}: ranks captured different programs")
+
+
+def raise_failures(failed: list[int], messages: list[str], what: str) -> NoReturn:
+    """Raises `RemoteRankError` with the message of the lowest rank that failed."""
+    rank = failed[0]
+    others = f" (and on ranks {failed[1:]})" if failed[1:] else ""
+    raise RemoteRankError(
+        explain(
+            f"{what} failed on rank {rank}{others}: {messages[rank]}",
+            do="the state from before the call is valid on every rank",
+        ),
+        rank=rank,
+    )
+
+
+def exchange_failures(mesh: Mesh, error: BaseException | None, what: str) -> list[str]:
+    """Gives every rank the messages of the ranks that failed in mid-step."""
+    return _exchange_messages(mesh, error, what)
+
+
+def _exchange_messages(mesh: Mesh, error: BaseException | None, what: str) -> list[str]:
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    assert mesh.comm is not None
+    return [row.decode(errors="replace") for row in mesh.comm.exchange(text.encode())]
+
+
+def _raise_difference(mesh: Mesh, text: str, problem: str) -> NoReturn:
+    """Exchanges texts and names the first line that differs from rank 0's."""
+    assert mesh.comm is not None
+    rows = [row.decode().splitlines() for row in mesh.comm.exchange(text.encode())]
+    for rank, row in enumerate(rows):
+        if row == rows[0]:
+            continue
+        at = next(
+            (i for i, (a, b) in enumerate(zip(rows[0], row, strict=False)) if a != b),
+            min(len(rows[0]), len(row)),
+        )
+        first = rows[0][at] if at < len(rows[0]) else "nothing"
+        other = row[at] if at < len(row) else "nothing"
+        raise ProgramMismatchError(
+            explain(
+                problem,
+                expected=f"rank 0: {first}",
+                got=f"rank {rank}: {other}",
+                do="call with the same function, options, shapes and step on every rank",
+            )
+        )
+    raise ProgramMismatchError(problem)

@@ -1,0 +1,224 @@
+"""Collectives as transforms: `gather` and `scatter`, inside a loss and outside.
+
+Each is an `autograd.Function` whose backward is the other: gather and scatter(reduce="sum") are each
+other's transpose, "mean" transposes to gather / n, "slice" to zeros around the piece. During capture
+they become ops of the program; outside they communicate at once. Derivatives in forward mode and
+vmap have no rule here: torch refuses them rather than answer with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.capture import lookup_full
+from zfunc.errors import LayoutError, explain
+from zfunc.layout import layouts_of
+from zfunc.meshes import Mesh, shard_range
+from zfunc.scope import scope
+from zfunc.sharded import Sharded, is_sharded
+
+__all__ = ["gather", "scatter"]
+
+# The ops that stand for communication while a function is traced; `Collective` runs them.
+_LIBRARY = torch.library.Library("zfunc", "DEF")
+_LIBRARY.define("gather(Tensor piece, str axis, int[] shape) -> Tensor")
+_LIBRARY.define("sum(Tensor full, str axis, int numel) -> Tensor")
+
+
+@torch.library.register_fake("zfunc::gather", lib=_LIBRARY)
+def _(piece: Tensor, axis: str, shape: Sequence[int]) -> Tensor:
+    return piece.new_empty(shape)
+
+
+@torch.library.register_fake("zfunc::sum", lib=_LIBRARY)
+def _(full: Tensor, axis: str, numel: int) -> Tensor:
+    return full.new_empty((numel,))
+
+
+def gather(tree_of_sharded: Any, dtype: torch.dtype | None = None) -> Any:
+    """Makes every `Sharded` leaf whole on this rank.
+
+    Differentiable; its transpose is `scatter(reduce="sum")`. Inside a loss, `Sharded` arguments are
+    read with it and scheduled like parameters. Outside, every rank must call it.
+
+    Args:
+        tree_of_sharded: a tree; leaves that are not `Sharded` stay.
+        dtype: cast the pieces to this before they travel.
+
+    Returns:
+        The tree with whole tensors. A leaf that this rank holds whole anyway is not copied.
+
+    Raises:
+        RankLostError: another rank did not take part in time.
+
+    Example:
+        >>> import zfunc
+        >>> x = zfunc.scatter({"w": torch.arange(4.0)}, zfunc.mesh(), zfunc.Flat())
+        >>> gather(x)["w"]
+        tensor([0., 1., 2., 3.])
+    """
+    leaves, structure = tree.flatten(tree_of_sharded, is_leaf=is_sharded)
+    if scope() is None:
+        fulls = _gather_now(leaves, dtype)
+    else:
+        fulls = [_gather_traced(leaf, dtype) if is_sharded(leaf) else leaf for leaf in leaves]
+    return tree.unflatten(structure, fulls)
+
+
+def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
+    """Cuts every tensor of a tree over a mesh.
+
+    Differentiable. "slice": each rank keeps its slice of its own copy, without communication.
+    "sum" and "mean": the sum (or mean) over the ranks of the spec's axis is cut; with `P()`, over
+    all ranks.
+
+    Args:
+        full: a tree of whole tensors; other leaves stay.
+        mesh: the mesh.
+        specs: a prefix tree of `Flat` and `P()`.
+        reduce: "slice", "sum" or "mean".
+
+    Returns:
+        The tree with `Sharded` leaves.
+
+    Raises:
+        LayoutError: a spec does not fit, or `reduce` is none of the three.
+
+    Example:
+        >>> import zfunc
+        >>> scatter(torch.ones(2, 2), zfunc.mesh(), zfunc.Flat()).local
+        tensor([1., 1., 1., 1.])
+    """
+    if reduce not in ("slice", "sum", "mean"):
+        raise LayoutError(
+            explain(f"scatter(reduce={reduce!r})", expected="'slice', 'sum' or 'mean'")
+        )
+    leaves, structure = tree.flatten(full)
+    shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+    paths = tree.leaf_paths(full, "tree")
+    rows = layouts_of({"params": specs}, full, shapes, paths, mesh)
+    made = [
+        _scatter_leaf(leaf, row.params, mesh, reduce) if isinstance(leaf, Tensor) else leaf
+        for leaf, row in zip(leaves, rows, strict=True)
+    ]
+    return tree.unflatten(structure, made)
+
+
+class _Gather(torch.autograd.Function):
+    """Pieces along an axis -> the whole, of a shape."""
+
+    @staticmethod
+    def forward(piece: Tensor, mesh: Mesh, axis: str, shape: tuple[int, ...]) -> Tensor:
+        if scope() is not None:
+            return torch.ops.zfunc.gather(piece.contiguous(), axis, shape)
+        full = piece.new_empty(shape)
+        _run(mesh, "gather", axis, piece.contiguous().view(-1), full.view(-1))
+        return full
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.mesh, ctx.axis, _ = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return _Sum.apply(grad, ctx.mesh, ctx.axis), None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Whole tensors -> this rank's piece of their sum along an axis."""
+
+    @staticmethod
+    def forward(full: Tensor, mesh: Mesh, axis: str) -> Tensor:
+        start, stop = shard_range(full.numel(), mesh.axis_size(axis), mesh.index(axis))
+        if scope() is not None:
+            return torch.ops.zfunc.sum(full.contiguous(), axis, stop - start)
+        piece = full.new_empty(stop - start)
+        _run(mesh, "reduce", axis, full.contiguous().view(-1), piece)
+        return piece
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        full, ctx.mesh, ctx.axis = inputs
+        ctx.shape = tuple(full.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        return _Gather.apply(grad, ctx.mesh, ctx.axis, ctx.shape), None, None
+
+
+def _run(mesh: Mesh, name: str, axis: str, source: Tensor, out: Tensor) -> None:
+    """One collective on the spot; along an axis of one rank a copy."""
+    if mesh.axis_size(axis) == 1:
+        out.copy_(source)
+        return
+    getattr(_communicator(mesh), name)(axis, [source], [out]).wait()
+
+
+def _communicator(mesh: Mesh) -> Any:
+    if mesh.comm is None:
+        raise LayoutError(
+            explain(
+                f"{mesh} is abstract: nothing can be gathered over it",
+                expected="a mesh made by zfunc.mesh or zfunc.local_mesh",
+            )
+        )
+    return mesh.comm
+
+
+def _gather_traced(leaf: Sharded, dtype: torch.dtype | None) -> Tensor:
+    full = lookup_full(leaf)
+    if full is not None:
+        return full if dtype is None else full.to(dtype)
+    piece = leaf.local if dtype is None else leaf.local.to(dtype)
+    if leaf.layout.axis is None:
+        return piece
+    return _Gather.apply(piece, leaf.layout.mesh, leaf.layout.axis, leaf.shape)  # pyright: ignore
+
+
+def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
+    """Gathers a list of leaves at once, those along one axis in one call."""
+    fulls = list(leaves)
+    waiting: dict[tuple[Mesh, str], list[int]] = {}
+    pieces: dict[int, Tensor] = {}
+    for i, leaf in enumerate(leaves):
+        if not isinstance(leaf, Sharded):
+            continue
+        piece = leaf.local if dtype is None else leaf.local.to(dtype)
+        axis, mesh = leaf.layout.axis, leaf.layout.mesh
+        if axis is None or mesh.axis_size(axis) == 1:
+            fulls[i] = piece.view(leaf.shape)
+        elif piece.requires_grad and torch.is_grad_enabled():
+            fulls[i] = _Gather.apply(piece, mesh, axis, leaf.shape)
+        else:
+            fulls[i] = piece.new_empty(leaf.shape)
+            pieces[i] = piece.contiguous()
+            waiting.setdefault((mesh, axis), []).append(i)
+    for (mesh, axis), chosen in waiting.items():
+        outs = [fulls[i].view(-1) for i in chosen]
+        _communicator(mesh).gather(axis, [pieces[i] for i in chosen], outs).wait()
+    return fulls
+
+
+def _scatter_leaf(full: Tensor, layout: Any, mesh: Mesh, reduce: str) -> Sharded:
+    """Cuts one tensor; sums run over the layout's axis, or over all axes for a whole leaf."""
+    start, stop = layout.range
+    if reduce == "slice":
+        local = full if layout.axis is None else full.reshape(-1)[start:stop]
+        owned = local.detach().clone() if scope() is None and not full.requires_grad else local
+        return Sharded(owned, layout)
+    axes = [layout.axis] if layout.axis is not None else list(reversed(mesh.axes))
+    local = full
+    for axis in axes:
+        piece = _Sum.apply(local, mesh, axis)
+        local = piece
+        if layout.axis is None:
+            local = _Gather.apply(piece, mesh, axis, tuple(full.shape))
+    if reduce == "mean":
+        local = local / math.prod(mesh.axis_size(axis) for axis in axes)  # pyright: ignore
+    return Sharded(local, layout)

@@ -1,0 +1,291 @@
+"""The executor: one loop over the program, one method per op.
+
+It knows nothing of models, optimizers or schedules: it binds inputs, performs ops in order and hands
+back what the program names as outputs. A rank that fails in the middle of a step performs the
+remaining communication (its own shards, zeros for what it could not compute), so that no other
+rank waits for it, and says so in the status.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.errors import RankLostError
+from zfunc.execute import status
+from zfunc.execute.segments import Segment, compile_segments
+from zfunc.meshes import Handle, Mesh
+from zfunc.program.ir import (
+    Accumulate,
+    Collective,
+    Free,
+    Gather,
+    Op,
+    Program,
+    Reduce,
+    Rng,
+    Status,
+    Update,
+    Wait,
+)
+
+__all__ = ["Executor", "Frame", "Inputs", "Outcome"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a program is run on.
+
+    Attributes:
+        leaves: this rank's piece of each leaf (the whole of a resident one).
+        micros: the tensors of each micro-batch, pieces of `Sharded` arguments among them.
+        keys: the folded key of each micro-batch, or None.
+        update: called with the reduced gradients and the verdict where the program says `update`.
+        threads: threads of native kernels.
+    """
+
+    leaves: Sequence[Tensor]
+    micros: Sequence[Sequence[Tensor]]
+    keys: Sequence[Tensor | None]
+    update: Callable[[list[Tensor | None], status.Verdict], None] | None = None
+    threads: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Frame:
+    """The state of one run.
+
+    Attributes:
+        env: the living values.
+        handles: collectives in flight.
+        generators: recorded generator states by slot.
+        waited_s: seconds spent waiting for collectives.
+        error: what this rank raised, once it has.
+        verdict: what the status op found.
+    """
+
+    env: list[Any]
+    inputs: Inputs
+    handles: dict[int, Handle] = dataclasses.field(default_factory=dict)
+    generators: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    saved_generator: Tensor | None = None
+    waited_s: float = 0.0
+    error: BaseException | None = None
+    verdict: status.Verdict | None = None
+    total_weight: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Attributes:
+        env: the values that the program names as outputs are still in it.
+        verdict: what the status op found; None in mode "forward".
+        error: what this rank raised before the status op, or None.
+        total_weight: the number of losses, or the total weight of weighted ones.
+        waited_s: seconds spent waiting for collectives (exposed communication).
+    """
+
+    env: list[Any]
+    verdict: status.Verdict | None
+    error: BaseException | None
+    total_weight: float
+    waited_s: float
+
+
+class Executor:
+    """Runs one program on one rank, any number of times."""
+
+    def __init__(self, program: Program, mesh: Mesh, *, max_segment_ops: int | None = None):
+        self.program = program
+        self.mesh = mesh
+        self.schedule = compile_segments(program, max_ops=max_segment_ops)
+        self.grad_layouts = [
+            leaf.layouts.opt if program.mode == "step" else leaf.layouts.grads
+            for leaf in program.leaves
+            if leaf.trainable
+        ]
+        self._methods: Mapping[type, Callable[[Frame, Any], None]] = {
+            Segment: self.segment,
+            Gather: self.gather,
+            Reduce: self.reduce,
+            Wait: self.wait,
+            Free: self.free,
+            Accumulate: self.accumulate,
+            Collective: self.collective,
+            Rng: self.rng,
+            Status: self.status,
+            Update: self.update,
+        }
+
+    def run(self, inputs: Inputs) -> Outcome:
+        """Runs the program.
+
+        Raises:
+            RankLostError: another rank is gone.
+            Exception: what a segment or the update raised, if there is no status op after it.
+        """
+        frame = self.bind(inputs)
+        try:
+            for item in self.schedule:
+                self.perform(frame, item)
+        except BaseException:
+            self.abandon(frame)
+            raise
+        return Outcome(
+            frame.env, frame.verdict, frame.error, frame.total_weight, frame.waited_s
+        )
+
+    def bind(self, inputs: Inputs) -> Frame:
+        """Places the inputs in a new environment."""
+        env: list[Any] = [None] * len(self.program.values)
+        for leaf, local in zip(self.program.leaves, inputs.leaves, strict=True):
+            if leaf.resident:
+                env[leaf.full] = local.view(leaf.spec.shape)
+        for micro, tensors, key in zip(
+            self.program.micros, inputs.micros, inputs.keys, strict=True
+        ):
+            for value, tensor in zip(micro.inputs, tensors, strict=True):
+                env[value] = tensor
+            if micro.key is not None:
+                env[micro.key] = key
+        for value, tensor in self.program.constants.items():
+            env[value] = tensor
+        return Frame(env, inputs)
+
+    def perform(self, frame: Frame, item: Op | Segment) -> None:
+        """Performs one item of the schedule, or its communication alone after a failure."""
+        if frame.error is not None and isinstance(item, Segment | Rng | Accumulate | Update):
+            return
+        method = self._methods[type(item)]
+        if not isinstance(item, Segment | Rng) or self.mesh.comm is None:
+            method(frame, item)
+            return
+        try:
+            method(frame, item)
+        except RankLostError:
+            raise
+        except Exception as error:
+            frame.error = error
+
+    def segment(self, frame: Frame, item: Segment) -> None:
+        item.run(frame.env)
+
+    def gather(self, frame: Frame, op: Gather) -> None:
+        fulls = [self._empty(out) for out in op.outs]
+        shards = [frame.inputs.leaves[leaf] for leaf in op.leaves]
+        assert self.mesh.comm is not None
+        frame.handles[op.token] = self.mesh.comm.gather(
+            op.axis, shards, [full.view(-1) for full in fulls]
+        )
+        for out, full in zip(op.outs, fulls, strict=True):
+            frame.env[out] = full
+
+    def reduce(self, frame: Frame, op: Reduce) -> None:
+        sources = [self._value(frame, value).view(-1) for value in op.ins]
+        sums = [self._empty(out) for out in op.outs]
+        assert self.mesh.comm is not None
+        call = self.mesh.comm.reduce if op.scatter else self.mesh.comm.all_reduce
+        frame.handles[op.token] = call(op.axis, sources, [out.view(-1) for out in sums])
+        for out, total in zip(op.outs, sums, strict=True):
+            frame.env[out] = total
+
+    def wait(self, frame: Frame, op: Wait) -> None:
+        start = time.perf_counter()
+        frame.handles[op.token].wait()
+        del frame.handles[op.token]
+        frame.waited_s += time.perf_counter() - start
+
+    def free(self, frame: Frame, op: Free) -> None:
+        for value in op.values:
+            frame.env[value] = None
+
+    def accumulate(self, frame: Frame, op: Accumulate) -> None:
+        env = frame.env
+        torch._foreach_add_([env[value] for value in op.into], [env[value] for value in op.ins])
+
+    def collective(self, frame: Frame, op: Collective) -> None:
+        source = self._value(frame, op.source)
+        out = self._empty(op.out)
+        flat = source.contiguous().view(-1)
+        if self.mesh.axis_size(op.axis) == 1:
+            out.view(-1).copy_(flat)
+        else:
+            assert self.mesh.comm is not None
+            call = self.mesh.comm.gather if op.name == "gather" else self.mesh.comm.reduce
+            call(op.axis, [flat], [out.view(-1)]).wait()
+        frame.env[op.out] = out
+
+    def rng(self, frame: Frame, op: Rng) -> None:
+        if op.action == "record":
+            frame.generators[op.slot] = torch.get_rng_state()
+        elif op.action == "replay":
+            frame.saved_generator = torch.get_rng_state()
+            torch.set_rng_state(frame.generators[op.slot])
+        else:
+            assert frame.saved_generator is not None
+            torch.set_rng_state(frame.saved_generator)
+
+    def status(self, frame: Frame, op: Status) -> None:
+        try:
+            own = self._report(frame, op)
+        except RankLostError:
+            raise
+        except Exception as error:
+            if self.mesh.comm is None:
+                raise
+            frame.error = error
+            own = status.failure(len(op.grads))
+        frame.verdict = status.agree(self.mesh, own, self.grad_layouts)
+
+    def update(self, frame: Frame, op: Update) -> None:
+        assert frame.inputs.update is not None and frame.verdict is not None
+        if not frame.verdict.failed_ranks:
+            grads = [None if grad is None else frame.env[grad] for grad in op.grads]
+            frame.inputs.update(grads, frame.verdict)
+
+    def abandon(self, frame: Frame) -> None:
+        """Leaves nothing in flight when a run ends early; buffers live until then."""
+        if self.mesh.comm is not None:
+            self.mesh.comm.drain()
+        frame.handles.clear()
+        if frame.saved_generator is not None:
+            torch.set_rng_state(frame.saved_generator)
+
+    def _report(self, frame: Frame, op: Status) -> status.Report:
+        """Divides the gradients by the number of losses, or the total weight, and measures them."""
+        env = frame.env
+        weights = [0.0 if frame.error else float(env[value]) for value in op.weights]
+        frame.total_weight = self._total(op, weights)
+        if frame.error is not None:
+            return status.failure(len(op.grads))
+        grads = [None if grad is None else env[grad] for grad in op.grads]
+        present = [grad for grad in grads if grad is not None]
+        if present and frame.total_weight not in (0.0, 1.0):
+            torch._foreach_div_(present, frame.total_weight)
+        loss = sum(float(env[value]) for value in op.losses)
+        return status.report(loss, grads, frame.inputs.threads)
+
+    def _total(self, op: Status, weights: Sequence[float]) -> float:
+        """The divisor of the objective: all losses of all ranks, or their total weight."""
+        if not op.weights:
+            return float(self.mesh.size * len(op.losses))
+        own = status.Report(False, False, sum(weights), ())
+        return status.agree(self.mesh, own, ()).loss
+
+    def _empty(self, value: int) -> Tensor:
+        spec = self.program.values[value].spec
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self.mesh.device)
+
+    def _value(self, frame: Frame, value: int) -> Tensor:
+        """A value, or zeros in its place on a rank that failed before it was made."""
+        if frame.error is None or frame.env[value] is not None:
+            return frame.env[value]
+        spec = self.program.values[value].spec
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.mesh.device)

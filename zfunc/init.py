@@ -1,0 +1,177 @@
+"""Init: from a tree, or from a function that makes one, to this rank's pieces.
+
+A function is traced once and its ops are run in order; each leaf is cut and dropped as soon as nothing
+reads it any more. So the full model never exists on one rank, and a draw is what it would be if the
+function were run as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.agree import Proposal, agree, hash_of, telling_others
+from zfunc.capture import Argument, compat, to_program, trace_forward
+from zfunc.capture.slots import Input
+from zfunc.errors import LayoutError, explain
+from zfunc.execute import Executor, Inputs
+from zfunc.layout import ShapeDtype
+from zfunc.meshes import Mesh
+from zfunc.params import ParamTable, checksum, compare_checksums, cut
+from zfunc.program.ir import Free, Program, reads, writes
+from zfunc.programs import takes_key
+from zfunc.random import split
+from zfunc.sharded import Sharded
+from zfunc.state import State
+from zfunc.training import Training
+from zfunc.update import init_opt_state
+
+__all__ = ["abstract_state", "cut_tree", "init_state", "run_init", "traced_init"]
+
+
+def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> list[Sharded]:
+    """Cuts a tree that every rank holds whole.
+
+    Raises:
+        LayoutError: a rank's copy of a leaf differs from rank 0's.
+    """
+    leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
+    sums = [checksum(leaf) for leaf in leaves] if mesh.comm is not None else []
+    compare_checksums(sums, [slot.path for slot in table.slots], mesh)
+    return [cut(leaf, slot.layouts, mesh) for leaf, slot in zip(leaves, table.slots, strict=True)]
+
+
+def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Program, Any]:
+    """Traces a function that makes parameters.
+
+    Args:
+        init_fn: `init_fn(key)` if it takes a parameter, else `init_fn()`.
+        key: int64 [2], or None.
+
+    Returns:
+        Its program, and the tree that it returns with `ShapeDtype` in place of tensors.
+
+    Raises:
+        LayoutError: it takes a key and there is none.
+    """
+    wants_key = takes_key(init_fn) or _num_parameters(init_fn) > 0
+    if wants_key and key is None:
+        raise LayoutError(
+            explain(
+                "the init function takes a key, and there is none",
+                do="call init(..., key=zfunc.random.key(seed))",
+            )
+        )
+    slots = (Input(ShapeDtype((2,), torch.int64), (1,), torch.device("cpu")),) if wants_key else ()
+    args = Argument(tree.structure((0,) if wants_key else ()), slots)
+
+    def function(_: Any, *keys: Tensor) -> Any:
+        return init_fn(*keys)
+
+    traced = trace_forward(function, Argument(tree.structure(None), ()), args, pure=False)
+    program = to_program(traced, getattr(init_fn, "__name__", "init"))
+    specs = iter(program.values[value].spec for value in program.micros[0].aux)
+    leaves = [next(specs) if leaf is None else leaf for leaf in traced.statics]
+    return program, tree.unflatten(traced.aux, leaves)
+
+
+def run_init(program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh) -> list[Sharded]:
+    """Runs a traced init function; every leaf is cut as soon as it is complete.
+
+    Raises:
+        LayoutError: ranks made different leaves (they drew from generators in different states).
+    """
+    executor = Executor(program, mesh, max_segment_ops=1)
+    outputs = program.micros[0].aux
+    done_after = _completion(program)
+    inputs = [key] if program.micros[0].inputs else []
+    frame = executor.bind(Inputs([], [inputs], [None]))  # pyright: ignore
+    made: dict[int, Sharded] = {}
+    sums: dict[int, int] = {}
+    for at, item in enumerate([None, *executor.schedule]):
+        if item is not None:
+            executor.perform(frame, item)
+            if frame.error is not None:
+                raise frame.error
+        for position in done_after.get(at - 1, ()):
+            full = frame.env[outputs[position]]
+            made[position] = cut(full, table.slots[position].layouts, mesh)
+            sums[position] = checksum(full) if mesh.comm is not None else 0
+            del full
+            executor.free(frame, Free((outputs[position],)))
+    order = range(len(outputs))
+    compare_checksums([sums[i] for i in order], [slot.path for slot in table.slots], mesh)
+    return [made[i] for i in order]
+
+
+def _completion(program: Program) -> dict[int, list[int]]:
+    """Which outputs are complete after each op: nothing uses their storage any more."""
+    owner = [value.owner for value in program.values]
+    last: dict[int, int] = {}
+    for at, op in enumerate(program.ops):
+        for value in (*reads(op), *writes(op)):
+            last[owner[value]] = at
+    done: dict[int, list[int]] = {}
+    for position, value in enumerate(program.micros[0].aux):
+        done.setdefault(last.get(owner[value], -1), []).append(position)
+    return done
+
+
+def _num_parameters(function: Callable[..., Any]) -> int:
+    code = getattr(function, "__code__", None)
+    defaults = getattr(function, "__defaults__", None) or ()
+    return 0 if code is None else code.co_argcount - len(defaults)
+
+
+def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | None) -> State:
+    """Makes the first state of a step; see `Step.init`."""
+    mesh = training.mesh
+    init_key, state_key = (None, None) if key is None else split(key)
+    with telling_others(mesh, "init"):
+        if callable(params_or_fn):
+            program, like = traced_init(params_or_fn, init_key)
+        else:
+            program, like = None, params_or_fn
+        options = training.options
+        table = ParamTable.of(like, mesh, options.specs, options.trainable)
+        facts = [(s.path, s.spec.shape, str(s.spec.dtype), repr(s.layouts)) for s in table.slots]
+        text = "\n".join(f"{path}: {dtype} {list(shape)}" for path, shape, dtype, _ in facts)
+    context = hash_of(text, repr(tx))
+    agree(mesh, Proposal(bytes(16), context, "", f"{text}\n{tx!r}"), "init")
+    if program is None:
+        leaves = cut_tree(params_or_fn, table, mesh)
+    else:
+        leaves = run_init(program, init_key, table, mesh)
+    opt_state = init_opt_state(tx, table, leaves)
+    zero = torch.zeros((), dtype=torch.int64)
+    return State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)
+
+
+def abstract_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | None) -> State:
+    """The state that `init_state` would make, of `ShapeDtype` leaves."""
+    mesh, options = training.mesh, training.options
+    init_key, state_key = (None, None) if key is None else split(key)
+    like = traced_init(params_or_fn, init_key)[1] if callable(params_or_fn) else params_or_fn
+    table = ParamTable.of(like, mesh, options.specs, options.trainable)
+    with compat.fake_mode():
+        leaves = [
+            Sharded(
+                torch.empty(slot.layouts.params.local_shape, dtype=slot.spec.dtype),
+                slot.layouts.params,
+            )
+            for slot in table.slots
+        ]
+        opt_state = init_opt_state(tx, table, leaves)
+        zero = torch.zeros((), dtype=torch.int64)
+        state = State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)
+        return tree.map(_abstract, state)
+
+
+def _abstract(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return ShapeDtype(tuple(leaf.shape), leaf.dtype)
+    return leaf

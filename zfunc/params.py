@@ -1,0 +1,173 @@
+"""The parameter tree of a step: which leaves it has, how each is cut, and which of them train."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.capture import Argument, LeafSlot, Static
+from zfunc.errors import LayoutError, TreeMismatchError, explain
+from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
+from zfunc.meshes import Mesh
+from zfunc.sharded import Sharded, is_sharded
+
+__all__ = ["ParamTable", "checksum", "compare_checksums", "cut", "trains"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ParamTable:
+    """One structure of parameters under one step's options; compared by identity.
+
+    Attributes:
+        argument: the parameters as capture sees them.
+        slots: the slots of the tensor leaves, in canonical order.
+        trainable: the positions among `slots` that train.
+    """
+
+    argument: Argument
+    slots: tuple[LeafSlot, ...]
+    trainable: tuple[int, ...]
+
+    @classmethod
+    def of(cls, params: Any, mesh: Mesh, specs: Any, trainable: Any) -> ParamTable:
+        """Describes a parameter tree whose leaves are tensors, `Sharded`, `ShapeDtype` or static.
+
+        Raises:
+            LayoutError: a spec does not fit.
+            TreeMismatchError: an option is not a prefix of the tree, or there is no tensor leaf.
+        """
+        leaves, structure = tree.flatten(params, is_leaf=is_sharded)
+        paths = tree.leaf_paths(params, is_leaf=is_sharded)
+        skeleton = tree.unflatten(structure, range(len(leaves)))
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        layouts = layouts_of(specs, skeleton, shapes, paths, mesh)
+        train = tree.broadcast_prefix(trainable, skeleton, name="trainable")
+        slots = [
+            _slot(leaf, path, row, bool(on))
+            for leaf, path, row, on in zip(leaves, paths, layouts, train, strict=True)
+        ]
+        tensors = tuple(slot for slot in slots if isinstance(slot, LeafSlot))
+        if not tensors:
+            raise TreeMismatchError(
+                explain("params has no tensor leaf", got=structure, do="pass a tree of tensors")
+            )
+        chosen = tuple(i for i, slot in enumerate(tensors) if slot.trainable)
+        return cls(Argument(structure, tuple(slots)), tensors, chosen)
+
+    def leaves_of(self, params: Any) -> list[Sharded]:
+        """The `Sharded` leaves of a tree of this structure, in canonical order.
+
+        Raises:
+            LayoutError: a leaf is a plain tensor, or cut in another way than this step cuts it.
+        """
+        leaves = [x for x in tree.leaves(params, is_leaf=is_sharded) if not _is_static(x)]
+        for leaf, slot in zip(leaves, self.slots, strict=True):
+            if not isinstance(leaf, Sharded) or leaf.layout != slot.layouts.params:
+                raise LayoutError(
+                    explain(
+                        f"{slot.path} is not laid out for this step",
+                        expected=f"{slot.layouts.params.spec} over {slot.layouts.params.mesh}",
+                        got=repr(leaf) if isinstance(leaf, Sharded) else type(leaf),
+                        do="make states with Step.init, bring others over with Step.adopt",
+                    )
+                )
+        return leaves
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The tree with other leaves in place of its tensors; static leaves stay."""
+        remaining = iter(leaves)
+        filled = [s.value if isinstance(s, Static) else next(remaining) for s in self.argument.slots]
+        return tree.unflatten(self.argument.structure, filled)
+
+    def trainable_tree(self, leaves: Sequence[Any]) -> Any:
+        """The tree that an optimizer sees: `leaves` where leaves train, None elsewhere."""
+        chosen = dict(zip(self.trainable, leaves, strict=True))
+        filled, position = [], 0
+        for slot in self.argument.slots:
+            is_tensor = isinstance(slot, LeafSlot)
+            filled.append(chosen.get(position) if is_tensor else None)
+            position += is_tensor
+        return tree.unflatten(self.argument.structure, filled)
+
+    def trainable_leaves(self, updated: Any) -> list[Any]:
+        """The leaves of a tree as `trainable_tree` makes it, in canonical order."""
+        return tree.leaves(updated, is_leaf=is_sharded)
+
+
+def trains(dtype: torch.dtype) -> bool:
+    """Whether leaves of a dtype can train: floating of 16 bits or more, and complex."""
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def cut(tensor: Tensor, row: LeafLayouts, mesh: Mesh) -> Sharded:
+    """This rank's piece of a leaf, in a buffer of its own."""
+    layout = row.params
+    tensor = tensor.detach().to(mesh.device)
+    if layout.axis is None:
+        return Sharded(tensor.clone(memory_format=torch.contiguous_format), layout)
+    start, stop = layout.range
+    return Sharded(tensor.reshape(-1)[start:stop].clone(), layout)
+
+
+def compare_checksums(sums: Sequence[int], paths: Sequence[str], mesh: Mesh) -> None:
+    """Raises `LayoutError` on every rank if some rank's copy of a leaf differs.
+
+    Args:
+        sums: one checksum per leaf.
+        paths: the path of each leaf.
+        mesh: the mesh; every rank must call.
+    """
+    if mesh.comm is None:
+        return
+    own = b"".join(value.to_bytes(4, "little") for value in sums)
+    rows = mesh.comm.exchange(own)
+    for rank, row in enumerate(rows):
+        if row == rows[0]:
+            continue
+        differing = [i for i in range(len(paths)) if row[4 * i : 4 * i + 4] != rows[0][4 * i : 4 * i + 4]]
+        raise LayoutError(
+            explain(
+                f"{paths[differing[0]] if differing else 'params'} differs between ranks",
+                expected="the same values on every rank before they are cut",
+                got=f"rank {rank} has another tensor than rank 0 ({len(differing)} such leaves)",
+                do="seed every rank alike, or pass init a function of a key",
+            )
+        )
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's values."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(data.numpy())
+
+
+def _is_static(leaf: Any) -> bool:
+    return not isinstance(leaf, Tensor | Sharded | ShapeDtype)
+
+
+def _slot(leaf: Any, path: str, row: LeafLayouts, trainable: bool) -> LeafSlot | Static:
+    if _is_static(leaf):
+        try:
+            hash(leaf)
+        except TypeError:
+            raise LayoutError(
+                explain(
+                    f"{path} is neither a tensor nor hashable",
+                    expected="a tensor, number, string or callable",
+                    got=type(leaf),
+                    do="make a tensor of it, or register its class with zfunc.tree.register_node",
+                )
+            ) from None
+        return Static(type(leaf), leaf)
+    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+        raise LayoutError(
+            explain(f"{path} is a sparse tensor", expected="a strided tensor", do="use .to_dense()")
+        )
+    dtype = leaf.dtype
+    return LeafSlot(path, ShapeDtype(tuple(leaf.shape), dtype), row, trainable and trains(dtype))

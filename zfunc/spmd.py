@@ -1,0 +1,162 @@
+"""`spmd` and `infer`: any pure function of sharded parameters, without a gradient of its own.
+
+Both capture the function, run the same passes as a step, and schedule its gathers; they differ only in
+what they return. `spmd` is the general transform (statistics, Hessian-vector products, evaluation),
+`infer` is a forward whose results each rank keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from zfunc import tree
+from zfunc.agree import Proposal, agree, hash_of, telling_others
+from zfunc.capture import describe
+from zfunc.comm import as_mesh
+from zfunc.execute import Inputs
+from zfunc.explain import Explanation, explain_programs
+from zfunc.layout import Flat, P, layouts_of
+from zfunc.lowered import Lowered
+from zfunc.meshes import Mesh
+from zfunc.params import ParamTable
+from zfunc.programs import Compiled, Prefetch, Programs
+from zfunc.sharded import Sharded, is_sharded
+
+__all__ = ["Forward", "infer", "spmd"]
+
+
+def spmd(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    out_specs: Any = P(),  # noqa: B008
+    prefetch: Prefetch = Prefetch(),  # noqa: B008
+) -> Forward:
+    """Transforms a pure function of whole parameters into one of sharded parameters.
+
+    Args:
+        fn: `fn(params, *args)`; the `Sharded` leaves of `params` arrive whole, those of other
+            arguments as such (read them with `gather`).
+        mesh: the mesh.
+        out_specs: a prefix tree of what is returned: `P()` gives this rank's value as it is,
+            `Flat()` keeps this rank's slice of it, as a `Sharded` leaf.
+        prefetch: the byte budgets.
+
+    Returns:
+        A function of `(params, *args)`.
+
+    Example:
+        >>> import zfunc
+        >>> x = zfunc.scatter({"w": torch.arange(4.0)}, zfunc.mesh(), Flat())
+        >>> spmd(lambda p: p["w"].norm() ** 2, zfunc.mesh())(x)
+        tensor(14.)
+    """
+    mesh = as_mesh(mesh)
+    return Forward(Programs(fn, mesh, prefetch), mesh, out_specs)
+
+
+def infer(
+    apply_fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    prefetch: Prefetch = Prefetch(),  # noqa: B008
+) -> Forward:
+    """Transforms a forward function into one of sharded parameters: a step without a backward.
+
+    Args:
+        apply_fn: `apply_fn(params, *xs)`.
+        mesh: the mesh.
+        prefetch: the byte budgets.
+
+    Returns:
+        `fwd(params, *xs)`, whose results are this rank's.
+
+    Example:
+        >>> import zfunc
+        >>> x = zfunc.scatter({"w": torch.ones(2, 1)}, zfunc.mesh(), Flat())
+        >>> infer(lambda p, x: x @ p["w"], zfunc.mesh())(x, torch.ones(1, 2))
+        tensor([[2.]])
+    """
+    return spmd(apply_fn, mesh, prefetch=prefetch)
+
+
+class Forward:
+    """A function of sharded parameters; made by `spmd` and `infer`."""
+
+    def __init__(self, programs: Programs, mesh: Mesh, out_specs: Any):
+        self._programs = programs
+        self._mesh = mesh
+        self._out_specs = out_specs
+        self._tables: dict[Any, ParamTable] = {}
+
+    def __call__(self, params: Any, *args: Any) -> Any:
+        """Runs the function; every rank of the mesh must call.
+
+        Args:
+            params: a tree of `Sharded` leaves; not consumed.
+            args: this rank's further arguments.
+
+        Returns:
+            What the function returns, by `out_specs`.
+
+        Raises:
+            RemoteRankError: another rank raised before the first collective, or in the middle.
+        """
+        mesh, what = self._mesh, f"a call of {self._programs.name}"
+        with telling_others(mesh, what):
+            table, compiled, tensors = self._prepare(params, args)
+            leaves = table.leaves_of(params)
+            leaves += [tensor for tensor in tensors if is_sharded(tensor)]
+            inputs = Inputs(
+                [leaf.local for leaf in leaves],
+                [[getattr(tensor, "local", tensor) for tensor in tensors]],
+                [None],
+                threads=torch.get_num_threads(),
+            )
+            context = hash_of([(s.path, s.spec, repr(s.layouts.params.spec)) for s in table.slots])
+            proposal = Proposal(compiled.digest, context, compiled.lines, what)
+        agree(mesh, proposal, what)
+        outcome = compiled.executor.run(inputs)
+        if outcome.error is not None:
+            raise outcome.error
+        return self._cut(compiled.aux(outcome.env, 0))
+
+    def lower(self, params_like: Any, *args_like: Any) -> Lowered:
+        """Captures and plans without running; arguments may be `ShapeDtype`."""
+        _, compiled, _ = self._prepare(params_like, args_like)
+        return Lowered(compiled.program, self._mesh, 0, 0)
+
+    def explain(self) -> Explanation:
+        """How the function was captured, hits and misses."""
+        return explain_programs(self._programs)
+
+    def _prepare(self, params: Any, args: Any) -> tuple[ParamTable, Compiled, list[Any]]:
+        structure = tree.structure(params)
+        dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in tree.leaves(params))
+        if (structure, dtypes) not in self._tables:
+            specs = tree.map(lambda leaf: _spec_of(leaf), params, is_leaf=is_sharded)
+            self._tables[structure, dtypes] = ParamTable.of(params, self._mesh, {"params": specs}, False)
+        table = self._tables[structure, dtypes]
+        argument, tensors = describe(tuple(args), "args", self._mesh.device)
+        return table, self._programs.forward(table, argument), tensors
+
+    def _cut(self, out: Any) -> Any:
+        leaves, structure = tree.flatten(out)
+        shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
+        paths = tree.leaf_paths(out, "out")
+        rows = layouts_of({"params": self._out_specs}, out, shapes, paths, self._mesh)
+        made = []
+        for leaf, row in zip(leaves, rows, strict=True):
+            if isinstance(row.params.spec, Flat) and isinstance(leaf, torch.Tensor):
+                start, stop = row.params.range
+                made.append(Sharded(leaf.reshape(-1)[start:stop].clone(), row.params))
+            else:
+                made.append(leaf)
+        return tree.unflatten(structure, made)
+
+
+def _spec_of(leaf: Any) -> Any:
+    return leaf.layout.spec if isinstance(leaf, Sharded) else P()

@@ -1,0 +1,344 @@
+"""One call of a step: prepare, agree, run, commit, report.
+
+Everything that can fail is done before the commit point; until then the state that was passed in is
+valid on every rank. The functions here take a `Training` (a loss, a mesh and options) explicitly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import optim, tree
+from zfunc.agree import Proposal, agree, exchange_failures, hash_of, raise_failures, telling_others
+from zfunc.capture import Argument, describe
+from zfunc.errors import LayoutError, NonFiniteError, explain
+from zfunc.execute import Inputs, Outcome, Verdict
+from zfunc.meshes import Mesh
+from zfunc.params import ParamTable
+from zfunc.program.ir import Program, Status
+from zfunc.programs import Compiled, Programs, takes_key
+from zfunc.random import fold_in
+from zfunc.sharded import Sharded
+from zfunc.state import State
+from zfunc.update import Updated, commit, renew
+
+__all__ = ["Options", "Prepared", "Training", "gradients", "prepare", "run_step"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What `shard` was called with, besides the loss and the mesh."""
+
+    specs: Any
+    trainable: Any
+    accum: int
+    has_aux: bool
+    nonfinite: str
+    donate: bool
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Training:
+    """A loss on a mesh under options, with the programs captured so far."""
+
+    mesh: Mesh
+    options: Options
+    programs: Programs
+    tables: dict[Any, ParamTable]
+
+    def table(self, params: Any, structure: Any) -> ParamTable:
+        """The description of a parameter tree, made once per structure."""
+        if structure not in self.tables:
+            options = self.options
+            made = ParamTable.of(params, self.mesh, options.specs, options.trainable)
+            self.tables[structure] = made
+        return self.tables[structure]
+
+    @property
+    def threads(self) -> int:
+        """Threads of native kernels: as many as torch uses for one operator."""
+        return torch.get_num_threads()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepared:
+    """A call that is ready to run."""
+
+    table: ParamTable
+    leaves: list[Sharded]
+    compiled: Compiled
+    tensors: list[list[Any]]
+    keys: list[Tensor | None]
+
+
+def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+    """Runs one training step; see `Step.__call__`."""
+    mesh, options = training.mesh, training.options
+    with telling_others(mesh, "step"):
+        number = int(state.step)
+        what = f"step {number}"
+        ready = prepare(training, state.params, batch, state.key, number, state=state)
+        context = ("step", number, state.tx, options.nonfinite)
+        proposal = _proposal(training, ready, context)
+    agree(mesh, proposal, what)
+    box: dict[str, Any] = {}
+
+    def update(grads: list[Tensor | None], verdict: Verdict) -> None:
+        if verdict.nonfinite and options.nonfinite != "ignore":
+            return
+        box["updated"] = commit(
+            state,
+            ready.table,
+            ready.leaves,
+            grads,
+            verdict,
+            mesh=mesh,
+            donate=options.donate,
+            threads=training.threads,
+            what=what,
+        )
+
+    outcome, verdict = _run(training, ready, update, state.key, what)
+    if "updated" not in box and options.nonfinite == "raise":
+        raise NonFiniteError(_nonfinite_message(ready.table, verdict, what))
+    return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
+
+
+def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -> tuple[Any, Any]:
+    """The global mean loss (with aux) and the gradients; see `Step.value_and_grad`."""
+    mesh, what = training.mesh, "value_and_grad"
+    with telling_others(mesh, what):
+        ready = prepare(training, params, batch, key, 0)
+        proposal = _proposal(training, ready, (what,))
+    agree(mesh, proposal, what)
+    outcome, verdict = _run(training, ready, None, key, what)
+    table, program = ready.table, ready.compiled.program
+    sums = _reduced(program)
+    grads = []
+    for position, value in zip(table.trainable, sums, strict=True):
+        layout, leaf = table.slots[position].layouts.grads, ready.leaves[position]
+        if value is None:
+            shape = layout.local_shape
+            local = torch.zeros(shape, dtype=leaf.dtype, device=mesh.device)
+        else:
+            local = outcome.env[value].view(layout.local_shape)
+        grads.append(Sharded(local, layout))
+    loss = _mean_loss(program, outcome, verdict)
+    value = (loss, _aux(training, ready.compiled, outcome)) if training.options.has_aux else loss
+    return value, table.trainable_tree(grads)
+
+
+def prepare(
+    training: Training,
+    params: Any,
+    batch: Any,
+    key: Tensor | None,
+    number: int,
+    *,
+    state: State | None = None,
+    keys: bool = True,
+) -> Prepared:
+    """Describes the arguments, finds or captures the program, folds the key.
+
+    Raises:
+        LayoutError: a leaf, batch or key does not fit; names it.
+        CaptureError: the loss cannot be captured.
+        BudgetError: the byte budget is too small.
+    """
+    mesh, options = training.mesh, training.options
+    table, leaves = known_leaves(training, params, state)
+    batches = [batch]
+    if options.accum > 1:
+        if not isinstance(batch, list | tuple) or len(batch) != options.accum:
+            raise LayoutError(
+                explain(
+                    f"batch must be a list of accum={options.accum} micro-batches",
+                    expected=f"{options.accum} of them",
+                    got=len(batch) if isinstance(batch, list | tuple) else type(batch),
+                    do="pass [batch_0, batch_1, ...]; their shapes may differ",
+                )
+            )
+        batches = list(batch)
+    arguments: list[Argument] = []
+    tensors: list[list[Any]] = []
+    for one in batches:
+        argument, found = describe(one, "batch", mesh.device)
+        arguments.append(argument)
+        tensors.append(found)
+    compiled = training.programs.loss(
+        table, arguments, update=state is not None, has_aux=options.has_aux
+    )
+    folded = _fold_keys(training, key, number) if keys else [None] * options.accum
+    return Prepared(table, leaves, compiled, tensors, folded)
+
+
+def known_leaves(
+    training: Training, params: Any, state: State | None
+) -> tuple[ParamTable, list[Sharded]]:
+    """The table and leaves of a state; remembered by the state that a step made."""
+    if state is not None and state.memo is not None and state.memo[0] is training:
+        _, table, leaves = state.memo
+        return table, leaves
+    structure = tree.structure(params)
+    dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in tree.leaves(params))
+    table = training.table(params, (structure, dtypes))
+    return table, table.leaves_of(params)
+
+
+def _fold_keys(training: Training, key: Tensor | None, number: int) -> list[Tensor | None]:
+    """One key per micro-batch: folded with the step, this rank's index and the micro-batch."""
+    accum = training.options.accum
+    if not takes_key(training.programs.function):
+        return [None] * accum
+    if key is None:
+        raise LayoutError(
+            explain(
+                "the loss takes a key, and the state has none",
+                do="call init(..., key=zfunc.random.key(seed)), or value_and_grad(..., key=)",
+            )
+        )
+    own = fold_in(fold_in(key, number), training.mesh.rank)
+    return [fold_in(own, micro) for micro in range(accum)]
+
+
+def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> Proposal:
+    leaf_table = [
+        (s.path, s.spec.shape, str(s.spec.dtype), s.trainable, repr(s.layouts.opt.spec))
+        for s in ready.table.slots
+    ]
+    facts = {
+        "call": context,
+        "leaves": hash_of(leaf_table).hex(),
+        "mesh": tuple(training.mesh.axes.items()),
+        "accum": training.options.accum,
+    }
+    return Proposal(
+        ready.compiled.digest,
+        hash_of(tuple(facts.items())),
+        ready.compiled.lines,
+        "\n".join(f"{name}: {value}" for name, value in facts.items()),
+    )
+
+
+def _run(
+    training: Training,
+    ready: Prepared,
+    update: Callable[[list[Tensor | None], Verdict], None] | None,
+    key: Tensor | None,
+    what: str,
+) -> tuple[Outcome, Verdict]:
+    """Runs the program; raises on every rank if any rank failed before the commit point."""
+    mesh = training.mesh
+    pieces = [[getattr(t, "local", t) for t in found] for found in ready.tensors]
+    arguments = [t for found in ready.tensors for t in found if isinstance(t, Sharded)]
+    inputs = Inputs(
+        [leaf.local for leaf in (*ready.leaves, *arguments)],
+        pieces,
+        ready.keys,
+        update,
+        training.threads,
+    )
+    with _seeded(key, ready.compiled, int(mesh.rank)):
+        outcome = ready.compiled.executor.run(inputs)
+    verdict = outcome.verdict
+    assert verdict is not None
+    if verdict.failed_ranks:
+        messages = exchange_failures(mesh, outcome.error, what)
+        if outcome.error is not None:
+            raise outcome.error
+        raise_failures(list(verdict.failed_ranks), messages, what)
+    return outcome, verdict
+
+
+@contextlib.contextmanager
+def _seeded(key: Tensor | None, compiled: Compiled, rank: int) -> Iterator[None]:
+    """With a key, operators that draw from the global generator draw from one seeded by it."""
+    if key is None or not compiled.draws:
+        yield
+        return
+    words = fold_in(key, rank).tolist()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(words[0] << 31 ^ words[1])
+        yield
+
+
+def _next_state(
+    training: Training,
+    state: State,
+    ready: Prepared,
+    outcome: Outcome,
+    verdict: Verdict,
+    updated: Updated | None,
+    what: str,
+) -> tuple[State, dict[str, Any]]:
+    """The state after the step, and its metrics."""
+    program = ready.compiled.program
+    metrics: dict[str, Any] = {
+        "loss": _mean_loss(program, outcome, verdict),
+        "grad_norm": _scalar(math.sqrt(sum(verdict.squares))),
+        "skipped": torch.tensor(int(updated is None)),
+        "loss_scale": _scalar(1.0),
+        "exposed_communication_s": _scalar(outcome.waited_s),
+    }
+    if updated is None:
+        leaves, opt_state = renew(state, ready.leaves, donate=training.options.donate, what=what)
+        rate, clipped = optim.learning_rate_of(state.tx, opt_state), None
+    else:
+        leaves, opt_state = updated.params, updated.opt_state
+        rate, clipped = updated.applied.lr, updated.applied.grad_norm_clipped
+    norm = metrics["grad_norm"]
+    metrics["grad_norm_clipped"] = norm if clipped is None else _scalar(clipped)
+    metrics["lr"] = (
+        {label: _scalar(value) for label, value in rate.items()}
+        if isinstance(rate, dict)
+        else _scalar(math.nan if rate is None else rate)
+    )
+    if training.options.has_aux:
+        metrics["aux"] = _aux(training, ready.compiled, outcome)
+    memo = (training, ready.table, list(leaves))
+    params = ready.table.rebuild(leaves)
+    step = state.step + 1
+    return State(step, params, opt_state, state.key, state.scaler, state.tx, memo), metrics
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _aux(training: Training, compiled: Compiled, outcome: Outcome) -> Any:
+    each = [compiled.aux(outcome.env, m) for m in range(training.options.accum)]
+    return each if training.options.accum > 1 else each[0]
+
+
+def _mean_loss(program: Program, outcome: Outcome, verdict: Verdict) -> Tensor:
+    total = outcome.total_weight
+    mean = verdict.loss / total if total else math.nan
+    first = program.micros[0].loss
+    assert first is not None
+    dtype = program.values[first].spec.dtype
+    return torch.tensor(mean, dtype=dtype)
+
+
+def _reduced(program: Program) -> Sequence[int | None]:
+    """The values of the reduced gradients, as the status op names them."""
+    return next(op.grads for op in program.ops if isinstance(op, Status))
+
+
+def _nonfinite_message(table: ParamTable, verdict: Verdict, what: str) -> str:
+    bad = [
+        table.slots[position].path
+        for position, square in zip(table.trainable, verdict.squares, strict=True)
+        if not math.isfinite(square)
+    ]
+    return explain(
+        f"{what} is not finite: loss {verdict.loss}, gradients of {bad[:3] or 'no leaf'}",
+        expected="finite loss and gradients",
+        do='the state from before is valid; nonfinite="skip" leaves such steps out',
+    )

@@ -1,0 +1,170 @@
+"""Update: the commit point's other half, from reduced gradients to the next state.
+
+The optimizer works on this rank's pieces. Parameters that are whole on every rank (ZeRO-1 and -2) lend
+it their slice and are gathered again after it. A donated state's leases are consumed here and nowhere
+earlier, so that any fault before leaves it valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import ops, optim, tree
+from zfunc.execute import Verdict, sum_over_ranks
+from zfunc.layout import Layout
+from zfunc.meshes import Mesh
+from zfunc.params import ParamTable
+from zfunc.sharded import Sharded, consume, is_sharded, whole
+from zfunc.state import State
+
+__all__ = ["Updated", "commit", "init_opt_state", "renew"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Updated:
+    """What an update made.
+
+    Attributes:
+        params: the parameter leaves, in canonical order.
+        opt_state: the optimizer's state.
+        applied: the rate and norm that the optimizer used.
+    """
+
+    params: tuple[Sharded, ...]
+    opt_state: Any
+    applied: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Info:
+    """What transforms may ask about whole leaves: the raw squares are known from the status op."""
+
+    mesh: Mesh
+    raw: dict[int, float]
+    threads: int
+
+    def sum_squares(self, updates: Any) -> Tensor:
+        leaves = tree.leaves(updates, is_leaf=is_sharded)
+        if all(id(leaf.local) in self.raw for leaf in leaves):
+            squares = [self.raw[id(leaf.local)] for leaf in leaves]
+            return torch.tensor(squares, dtype=torch.float64)
+        sums = ops.sum_squares([leaf.local for leaf in leaves], threads=self.threads)
+        return sum_over_ranks(self.mesh, sums, [leaf.layout for leaf in leaves])
+
+
+def init_opt_state(tx: Any, table: ParamTable, leaves: Sequence[Sharded]) -> Any:
+    """Makes the optimizer's state for the trainable leaves, laid out by their opt specs."""
+    views = [_opt_view(table, i, leaves[i].local) for i in table.trainable]
+    return _wrapped(tx.init(table.trainable_tree(views)), views[0].layout if views else None)
+
+
+def commit(
+    state: State,
+    table: ParamTable,
+    leaves: Sequence[Sharded],
+    grads: Sequence[Tensor | None],
+    verdict: Verdict,
+    *,
+    mesh: Mesh,
+    donate: bool,
+    threads: int,
+    what: str,
+) -> Updated:
+    """Runs the optimizer.
+
+    Args:
+        state: the state that the step took.
+        table: its parameters.
+        leaves: their `Sharded` leaves.
+        grads: per trainable leaf its reduced gradient, None for zero.
+        verdict: what all ranks agreed on.
+        mesh: the mesh.
+        donate: whether to write into the state's buffers and end its leases.
+        threads: threads of native kernels.
+        what: the call, for later errors.
+
+    Returns:
+        The new leaves and optimizer state.
+    """
+    take = _taker(donate, what)
+    new_leaves = [take(leaf) for leaf in leaves]
+    opt_state = tree.map(take, state.opt_state, is_leaf=is_sharded)
+    views = [_opt_view(table, i, new_leaves[i].local) for i in table.trainable]
+    wrapped = [_gradient(view, grad) for view, grad in zip(views, grads, strict=True)]
+    raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
+    _, opt_state, applied = optim.apply(
+        state.tx,
+        table.trainable_tree(wrapped),
+        opt_state,
+        table.trainable_tree(views),
+        _Info(mesh, raw, threads),
+        threads=threads,
+    )
+    _gather_replicated(table, new_leaves, mesh)
+    layout = leaves[0].layout
+    return Updated(tuple(new_leaves), _wrapped(opt_state, layout), applied)
+
+
+def renew(state: State, leaves: Sequence[Sharded], *, donate: bool, what: str) -> tuple[Any, Any]:
+    """Hands a state on unchanged: ends its leases and starts new ones over the same buffers."""
+    if not donate:
+        return tuple(leaves), state.opt_state
+    take = _taker(True, what)
+    new_leaves = tuple(take(leaf) for leaf in leaves)
+    return new_leaves, tree.map(take, state.opt_state, is_leaf=is_sharded)
+
+
+def _taker(donate: bool, what: str) -> Callable[[Any], Any]:
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Sharded):
+            return leaf
+        local = consume(leaf, what) if donate else leaf.local.clone()
+        return Sharded(local, leaf.layout)
+
+    return take
+
+
+def _opt_view(table: ParamTable, leaf: int, local: Tensor) -> Sharded:
+    """The part of a parameter that this rank's optimizer owns, in the parameter's own buffer."""
+    row = table.slots[leaf].layouts
+    if row.params.axis == row.opt.axis:
+        return Sharded(local, row.opt)
+    start, stop = row.opt.range
+    return Sharded(local.view(-1)[start:stop], row.opt)
+
+
+def _gradient(view: Sharded, grad: Tensor | None) -> Sharded:
+    local = view.local
+    return Sharded(torch.zeros_like(local) if grad is None else grad.view(local.shape), view.layout)
+
+
+def _gather_replicated(table: ParamTable, leaves: Sequence[Sharded], mesh: Mesh) -> None:
+    """Completes parameters of which each rank has updated its slice."""
+    by_axis: dict[str, list[int]] = {}
+    for i in table.trainable:
+        row = table.slots[i].layouts
+        if row.opt.axis is not None and row.params.axis is None:
+            by_axis.setdefault(row.opt.axis, []).append(i)
+    for axis, chosen in by_axis.items():
+        if mesh.comm is None or mesh.axis_size(axis) == 1:
+            continue
+        fulls = [leaves[i].local.view(-1) for i in chosen]
+        ranges = [table.slots[i].layouts.opt.range for i in chosen]
+        pieces = [full[a:b] for full, (a, b) in zip(fulls, ranges, strict=True)]
+        mesh.comm.gather(axis, pieces, fulls).wait()
+
+
+def _wrapped(opt_state: Any, layout: Layout | None) -> Any:
+    """Gives every plain tensor of an optimizer's state the layout of what is whole everywhere."""
+    if layout is None:
+        return opt_state
+
+    def wrap(leaf: Any) -> Any:
+        return whole(leaf, layout) if isinstance(leaf, Tensor) else leaf
+
+    return tree.map(wrap, opt_state, is_leaf=is_sharded)
