@@ -1,0 +1,123 @@
+"""Which rank was lost: each survivor says whom it waited for, and the chain is followed to its end.
+
+A rank that waits for another that itself waits for a dead one would name the wrong rank. So a
+survivor posts whom it gave up on, and looks whether that rank has posted too: then it was alive,
+and the blame passes on. The store may be gone with the rank that held it; every look is bounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+from zfunc.comm.compat import Store
+from zfunc.errors import RankLostError, explain
+
+__all__ = ["Watch", "as_lost"]
+
+_GRACE_S = 1.0
+
+
+class Watch:
+    """Turns the first failed wait of a rank into the error that it raises from then on."""
+
+    def __init__(self, store: Store, rank: int, timeout_s: float):
+        """Starts with no failure.
+
+        Args:
+            store: shared by the ranks of one mesh.
+            rank: this rank.
+            timeout_s: the bound of a wait, for the message.
+        """
+        self._store = store
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._failure = ""
+
+    def check(self) -> None:
+        """Raises `RankLostError` again if a rank has been lost."""
+        if self._failure:
+            raise RankLostError(self._failure)
+
+    def lost(self, suspect: int, doing: str, error: Exception) -> RankLostError:
+        """Finds out which rank was lost.
+
+        Args:
+            suspect: the rank that this one waited for.
+            doing: what this rank was doing.
+            error: what the transport raised.
+
+        Returns:
+            The error to raise: the first one, if this is not the first.
+        """
+        if not self._failure:
+            self._failure = self._explain(self._follow(suspect), suspect, doing, str(error))
+        return RankLostError(self._failure)
+
+    def _follow(self, suspect: int) -> int:
+        """The end of the chain of ranks that gave up on one another, as far as it can be read."""
+        found = [suspect]
+
+        def follow() -> None:
+            seen = {self._rank}
+            # What a dying store raises ends the chain: the suspect found so far stands.
+            with contextlib.suppress(RuntimeError, ValueError):
+                self._store.set(_key(self._rank), str(suspect))
+                while found[-1] not in seen:
+                    seen.add(found[-1])
+                    self._store.wait([_key(found[-1])], timedelta(seconds=_GRACE_S))
+                    found.append(int(self._store.get(_key(found[-1]))))
+
+        # A store whose host is frozen never answers: the asking is left behind in its own thread.
+        asking = threading.Thread(target=follow, daemon=True)
+        asking.start()
+        asking.join(3 * _GRACE_S)
+        return found[-1]
+
+    def _explain(self, lost: int, suspect: int, doing: str, reason: str) -> str:
+        if lost == self._rank:
+            problem = f"rank {suspect} gave up on this rank ({lost}) before {doing}"
+        elif lost == suspect:
+            problem = f"rank {lost} was lost during {doing}"
+        else:
+            problem = f"rank {lost} was lost: rank {suspect} waited for it, this one in {doing}"
+        return explain(
+            problem,
+            expected=f"the same call on every rank within {self._timeout_s:g} s",
+            got=_cause(reason),
+            do="start again from the last checkpoint; raise `timeout_s` if the rank was only slow",
+        )
+
+
+@contextlib.contextmanager
+def as_lost(doing: str, timeout_s: float | None = None) -> Iterator[None]:
+    """Turns a transport's error into `RankLostError` where it cannot be known which rank it was."""
+    try:
+        yield
+    except RankLostError:
+        raise
+    except RuntimeError as error:
+        raise RankLostError(
+            explain(
+                f"a rank was lost during {doing}",
+                expected=None if timeout_s is None else f"every rank within {timeout_s:g} s",
+                got=_cause(str(error)),
+                do="see why it ended or never came, and start again from the last checkpoint",
+            )
+        ) from error
+
+
+def _key(rank: int) -> str:
+    return f"lost/{rank}"
+
+
+def _cause(reason: str) -> str:
+    """Keeps the one fact of a transport's message."""
+    text = reason.splitlines()[0] if reason else "an error without a text"
+    if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
+        return "its connection closed"
+    if "imed out" in text or "imeout" in text:
+        return "no answer"
+    return text
