@@ -1,1 +1,70 @@
-"""ZeRO-3 as a function transformation: pure, sharded training steps for PyTorch."""
+"""zfunc: ZeRO-3 as a function transformation for PyTorch.
+
+`step = zfunc.shard(loss_fn, mesh)` turns a pure loss into a pure training step whose parameters,
+gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a step is made of),
+`passes/` (how it is planned) and `execute/executor.py` (how it runs) first.
+"""
+
+from zfunc import errors, optim, random, schedules, tree
+from zfunc.collective import gather, scatter
+from zfunc.comm import local_mesh, mesh
+from zfunc.errors import (
+    BudgetError,
+    CaptureError,
+    DonatedStateError,
+    LayoutError,
+    NonFiniteError,
+    ProgramMismatchError,
+    RankLostError,
+    RemoteRankError,
+    TreeMismatchError,
+)
+from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
+from zfunc.lowered import Lowered
+from zfunc.meshes import Hardware, Mesh, abstract_mesh
+from zfunc.programs import Prefetch
+from zfunc.remat import policies, remat
+from zfunc.sharded import Sharded
+from zfunc.spmd import Forward, infer, spmd
+from zfunc.state import State
+from zfunc.step import Step, shard
+
+__all__ = [
+    "DEVICE",
+    "BudgetError",
+    "CaptureError",
+    "DonatedStateError",
+    "Flat",
+    "Forward",
+    "Hardware",
+    "LayoutError",
+    "Lowered",
+    "Mesh",
+    "NonFiniteError",
+    "P",
+    "Prefetch",
+    "ProgramMismatchError",
+    "RankLostError",
+    "RemoteRankError",
+    "ShapeDtype",
+    "Sharded",
+    "State",
+    "Step",
+    "TreeMismatchError",
+    "abstract_mesh",
+    "errors",
+    "gather",
+    "infer",
+    "local_mesh",
+    "mesh",
+    "optim",
+    "policies",
+    "random",
+    "remat",
+    "scatter",
+    "schedules",
+    "shard",
+    "spmd",
+    "tree",
+    "zero",
+]

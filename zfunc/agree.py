@@ -16,7 +16,14 @@ from typing import NoReturn
 from zfunc.errors import ProgramMismatchError, RankLostError, RemoteRankError, explain
 from zfunc.meshes import Mesh
 
-__all__ = ["Proposal", "agree", "hash_of", "raise_failures", "telling_others"]
+__all__ = [
+    "Proposal",
+    "agree",
+    "exchange_failures",
+    "hash_of",
+    "raise_failures",
+    "telling_others",
+]
 
 _OK, _FAILED = b"\x00", b"\x01"
 

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from zfunc import tree
-from zfunc.agree import Proposal, agree, hash_of, telling_others
+from zfunc.agree import (
+    Proposal,
+    agree,
+    exchange_failures,
+    hash_of,
+    raise_failures,
+    telling_others,
+)
 from zfunc.capture import describe
 from zfunc.comm import as_mesh
 from zfunc.execute import Inputs
@@ -120,6 +127,10 @@ class Forward:
             proposal = Proposal(compiled.digest, context, compiled.lines, what)
         agree(mesh, proposal, what)
         outcome = compiled.executor.run(inputs)
+        if outcome.verdict is not None and outcome.verdict.failed_ranks:
+            messages = exchange_failures(mesh, outcome.error, what)
+            if outcome.error is None:
+                raise_failures(list(outcome.verdict.failed_ranks), messages, what)
         if outcome.error is not None:
             raise outcome.error
         return self._cut(compiled.aux(outcome.env, 0))

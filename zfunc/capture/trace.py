@@ -135,13 +135,17 @@ def trace_loss(
     return run(with_autograd, "autograd")
 
 
-def trace_forward(fn: Callable[..., Any], params: Argument, args: Argument) -> Traced:
+def trace_forward(
+    fn: Callable[..., Any], params: Argument, args: Argument, *, pure: bool = True
+) -> Traced:
     """Traces a function of parameters and further arguments without its derivative.
 
     Args:
         fn: `fn(params, *args)`.
         params: the parameters' description.
         args: the description of the tuple of further arguments.
+        pure: whether to refuse a function that moves a generator while it is traced; False for
+            one that is run once, right after.
 
     Returns:
         The graph; its outputs are the tensors of what the function returns.
@@ -158,7 +162,7 @@ def trace_forward(fn: Callable[..., Any], params: Argument, args: Argument) -> T
         return tensors
 
     with torch.no_grad():
-        return _trace(body, params, args, False, box, 0, "forward")
+        return _trace(body, params, args, False, box, 0, "forward", pure)
 
 
 def _trace(
@@ -169,9 +173,10 @@ def _trace(
     box: dict[str, Any],
     num_grads: int,
     derivation: str,
+    pure: bool = True,
 ) -> Traced:
     """Runs `body` on fake tensors for every slot and records the graph."""
-    with _pure(), compat.fake_mode():
+    with _pure() if pure else contextlib.nullcontext(), compat.fake_mode():
         fakes, slots = _placeholders(params, args, key)
 
         def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -270,7 +270,9 @@ class Executor:
         if present and frame.total_weight not in (0.0, 1.0):
             torch._foreach_div_(present, frame.total_weight)
         loss = sum(float(env[value]) for value in op.losses)
-        return status.report(loss, grads, frame.inputs.threads)
+        own = status.report(loss, grads, frame.inputs.threads)
+        empty = bool(op.weights) and frame.total_weight == 0.0
+        return dataclasses.replace(own, nonfinite=own.nonfinite or empty)
 
     def _total(self, op: Status, weights: Sequence[float]) -> float:
         """The divisor of the objective: all losses of all ranks, or their total weight."""

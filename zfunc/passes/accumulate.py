@@ -53,7 +53,9 @@ def accumulate(
     for number, micro in enumerate(micros):
         join.append(micro, number)
     if micros[0].mode == "forward":
-        return join.program(micros[0].name, "forward", [])
+        # A rank that failed would send zeros into the function's own collectives: all must know.
+        asks = any(isinstance(op, Collective) for op in join.ops)
+        return join.program(micros[0].name, "forward", [Status((), (), ())] if asks else [])
     groups = [
         tuple(i for i in group if join.leaves[i].trainable)
         for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes)

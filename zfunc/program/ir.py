@@ -198,7 +198,7 @@ class Collective:
     """A gather or scatter of a computed value that the loss asks for; blocks.
 
     Attributes:
-        name: "gather", "sum" or "slice".
+        name: "gather" (pieces to whole) or "sum" (whole to the piece of the sum).
         axis: the axis of the mesh.
         source: the value given.
         out: the value made.
