@@ -4,9 +4,9 @@ It is a tree node with one child, the local tensor, so `tree.map` works on the p
 different layouts have different structures. It is not a tensor: math with it raises instead of
 working on a piece as if it were the whole.
 
-Donation is a lease that travels with the local tensor. A step consumes the leases of the state that
-it takes; whoever holds the same tensor, also through `tree.map`, then gets `DonatedStateError`. A node
-rebuilt around another tensor starts a lease of its own.
+Donation is a lease that travels with the local tensor. A step consumes the leases of the state
+that it takes; whoever holds the same tensor, also through `tree.map`, then gets
+`DonatedStateError`. A node rebuilt around another tensor starts a lease of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import optree
 import torch
 from torch.utils import _pytree as torch_pytree
 
@@ -65,6 +66,7 @@ class Sharded:
     """
 
     __slots__ = ("_local", "layout", "lease")
+    is_named_whole = True
 
     def __init__(self, local: Any, layout: Layout, lease: Lease | None = None):
         self._local = local
@@ -104,10 +106,12 @@ class Sharded:
         return f"Sharded({dtype}{list(self.layout.shape)}, {spec}, {mesh}, {self.lease})"
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ):
         """Refuses tensor functions: a piece is not the leaf."""
-        found = [leaf for leaf in torch_pytree.tree_leaves((args, kwargs), is_sharded)]
-        _refuse(next(leaf for leaf in found if is_sharded(leaf)), getattr(func, "__name__", str(func)))
+        leaves = torch_pytree.tree_leaves((args, kwargs), is_sharded)
+        _refuse(next(filter(is_sharded, leaves)), getattr(func, "__name__", str(func)))
 
 
 def _refuse(leaf: Sharded, operation: str) -> NoReturn:
@@ -172,7 +176,7 @@ def _unflatten(context: tuple[Layout, Lease], children: Any) -> Sharded:
     return Sharded(local, layout, lease if lease.covers(local) else None)
 
 
-register_node(Sharded, _flatten, _unflatten)
+register_node(Sharded, _flatten, _unflatten, path_entry_type=optree.GetAttrEntry)
 torch_pytree.register_pytree_node(
     Sharded,
     lambda leaf: ([leaf.local], (leaf.layout, leaf.lease)),

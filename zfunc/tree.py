@@ -1,13 +1,12 @@
 """Trees: optree with zfunc's namespace, plus leaf paths, prefix trees and labels by path glob.
 
-Dict keys are sorted, so the order of leaves (the canonical order) is the same on every rank whatever
-the insertion order was. `None` is no leaf. Every per-leaf option of the library goes through
-`broadcast_prefix`, so that all of them accept a prefix tree and report a mismatch alike.
+Dict keys are sorted, so the order of leaves (the canonical order) is the same on every rank,
+whatever the insertion order was. `None` is no leaf. Every per-leaf option of the library goes
+through `broadcast_prefix`, so that all of them accept a prefix tree and report a mismatch alike.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -126,8 +125,8 @@ def broadcast_prefix(
 def label(tree: Any, globs: Mapping[str, Any]) -> Any:
     """Labels every leaf by the first glob that matches its path.
 
-    `*` matches within one path entry, `**` any number of entries. Entries are joined by "/", as in
-    "blocks/0/attn/w".
+    `*`, `?` and `[...]` match within one path entry, `**` any number of entries. Entries are joined
+    by "/", as in "blocks/0/attn/w". A `Sharded` node is one leaf.
 
     Args:
         tree: any tree; only its structure is read.
@@ -160,10 +159,11 @@ def label(tree: Any, globs: Mapping[str, Any]) -> Any:
             )
         return globs[matching[0]]
 
-    labels = map_with_path(pick, tree)
+    labels = map_with_path(pick, tree, is_leaf=_is_named_whole)
     unused = [glob for glob in globs if glob not in seen]
-    if unused and leaves(tree):
-        near = [glob_path(path) for path in optree.tree_paths(tree, namespace=NAMESPACE)]
+    if unused and seen:
+        paths = optree.tree_paths(tree, _is_named_whole, namespace=NAMESPACE)
+        near = [glob_path(path) for path in paths]
         raise TreeMismatchError(
             explain(
                 f"glob {unused[0]!r} matches no leaf",
@@ -191,7 +191,8 @@ def mask(tree: Any, *globs: str) -> Any:
         >>> mask({"w": 0, "b": 0}, "w")
         {'b': False, 'w': True}
     """
-    return map(lambda marked: marked is True, label(tree, dict.fromkeys(globs, True) | _REST))
+    rest = {} if "**" in globs else {"**": False}
+    return label(tree, dict.fromkeys(globs, True) | rest)
 
 
 class _Box:
@@ -206,20 +207,37 @@ class _Box:
         return repr(self.value)
 
 
+def _is_named_whole(node: Any) -> bool:
+    """Whether a node counts as one leaf for labels: classes say so by `is_named_whole = True`."""
+    return getattr(type(node), "is_named_whole", False)
+
+
 def _translate(glob: str) -> str:
     """Turns a path glob into a regular expression."""
-    parts = []
-    for part in glob.split("/"):
-        if part == "**":
-            parts.append("**")
+    text, parts = "", glob.split("/")
+    parts = [part for i, part in enumerate(parts) if part != "**" or parts[i - 1 : i] != ["**"]]
+    for index, part in enumerate(parts):
+        slash = "/" if index and parts[index - 1] != "**" else ""
+        if part != "**":
+            text += slash + _translate_entry(part)
+        elif index < len(parts) - 1:
+            text += slash + "(?:[^/]*/)*"
         else:
-            body = fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z")
-            parts.append(body.replace(".*", "[^/]*"))
-    text = "/".join(parts)
-    text = text.replace("/**/", "/(?:[^/]*/)*")
-    text = re.sub(r"^\*\*/", "(?:[^/]*/)*", text)
-    text = re.sub(r"/\*\*$", "(?:/.*)?", text)
-    return ".*" if text == "**" else text
+            text += "(?:/.*)?" if index else ".*"
+    return text
 
 
-_REST: Mapping[str, Any] = {"**": False}
+def _translate_entry(part: str) -> str:
+    """Turns the glob of one path entry into a regular expression that never matches a "/"."""
+    text = ""
+    for token in re.findall(r"\[(?:!?\]|!?[^\]!]|!!)[^\]]*\]|.", part, re.DOTALL):
+        if token == "*":
+            text += "[^/]*"
+        elif token == "?":
+            text += "[^/]"
+        elif len(token) > 1:
+            body = token[1:-1].replace("\\", r"\\").replace("[", r"\[").replace("^", r"\^")
+            text += f"(?!/)[{'^' + body[1:] if body.startswith('!') else body}]"
+        else:
+            text += re.escape(token)
+    return text
