@@ -186,7 +186,9 @@ def test_learning_rates_are_reported():
             optim.partition({"a": slow, "b": fast, "c": optim.identity()}, {"a": "a", "b": "b"}),
             {"a": 0.5, "b": 1.0},
         ),
-        (optim.chain(slow, optim.scale(2.0), optim.masked(slow, True)), {0: 0.5, 2: 0.5}),
+        (optim.chain(slow, optim.scale(2.0), optim.masked(slow, True)), {"0": 0.5, "2": 0.5}),
+        (optim.partition({"a": optim.chain(slow, fast)}, "a"), {"a/0": 0.5, "a/4": 1.0}),
+        (optim.chain(slow, optim.partition({"a": fast}, "a")), {"0": 0.5, "1/a": 1.0}),
     ]
     for tx, expected in cases:
         assert optim.learning_rate_of(tx, tx.init(params)) == expected

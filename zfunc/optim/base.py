@@ -31,7 +31,7 @@ __all__ = [
     "learning_rate_of",
 ]
 
-Rates = float | dict[Any, Any] | None
+Rates = float | dict[str, float] | None
 
 
 class UpdateInfo(Protocol):
@@ -139,7 +139,7 @@ def global_norm(updates: Any, *, info: UpdateInfo) -> float:
         >>> global_norm([torch.tensor(3.0), torch.tensor(4.0)], info=LocalInfo())
         5.0
     """
-    return math.sqrt(float(info.sum_squares(updates).sum()))
+    return math.sqrt(sum(info.sum_squares(updates).tolist()))
 
 
 def learning_rate_of(tx: Transform, state: Any) -> Rates:
@@ -151,7 +151,7 @@ def learning_rate_of(tx: Transform, state: Any) -> Rates:
 
     Returns:
         The rate; a dict by label for `partition`, by position for a chain of several rated
-        transforms; None where there is none.
+        transforms, by "label/position" where one is in the other; None where there is none.
 
     Example:
         >>> from zfunc import optim

@@ -52,8 +52,10 @@ class Chain:
 
     def learning_rate_of(self, state: Any) -> Rates:
         """The rate of the transform that has one; a dict by position if several have."""
-        pairs = enumerate(zip(self.transforms, state, strict=True))
-        return _flat({i: learning_rate_of(tx, old) for i, (tx, old) in pairs}, single=True)
+        pairs = zip(self.transforms, state, strict=True)
+        rates = [learning_rate_of(tx, old) for tx, old in pairs]
+        known = {str(i): rate for i, rate in enumerate(rates) if rate is not None}
+        return next(iter(known.values())) if len(known) == 1 else _flat(known)
 
 
 def chain(*transforms: Transform) -> Transform:
@@ -192,9 +194,12 @@ class partition:
         return _flat({name: learning_rate_of(tx, state.inner[name]) for name, tx in pairs})
 
 
-def _flat(rates: dict[Any, Rates], *, single: bool = False) -> Rates:
-    """Leaves out what has no rate; None for nothing, and on request the only one by itself."""
-    known = {name: rate for name, rate in rates.items() if rate is not None}
-    if single and len(known) == 1:
-        return next(iter(known.values()))
-    return known or None
+def _flat(rates: Mapping[str, Rates]) -> Rates:
+    """One dict of rates, without what has none; None for nothing."""
+    flat: dict[str, float] = {}
+    for name, rate in rates.items():
+        if isinstance(rate, dict):
+            flat |= {f"{name}/{inner}": value for inner, value in rate.items()}
+        elif rate is not None:
+            flat[name] = rate
+    return flat or None
