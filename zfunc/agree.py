@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from zfunc.errors import ProgramMismatchError, RankLostError, RemoteRankError, explain
@@ -35,14 +35,15 @@ class Proposal:
     Attributes:
         digest: 16 bytes, of the sequence of collectives.
         context: 16 bytes, of everything else that must be equal.
-        text: the sequence of collectives, one a line, for the message if digests differ.
-        about: what the context is made of, for the message if contexts differ.
+        text: gives the sequence of collectives, one a line, for the message if digests differ.
+        about: gives what the context is made of, one fact a line, for the message if contexts
+            differ.
     """
 
     digest: bytes
     context: bytes
-    text: str
-    about: str
+    text: Callable[[], str]
+    about: Callable[[], str]
 
 
 def hash_of(*parts: object) -> bytes:
@@ -90,9 +91,9 @@ def agree(mesh: Mesh, own: Proposal, what: str) -> None:
         messages = _exchange_messages(mesh, None, what)
         raise_failures(failed, messages, what)
     if any(frame[17:] != own.context for frame in frames):
-        _raise_difference(mesh, own.about, f"{what}: ranks were called with different settings")
+        _raise_difference(mesh, own.about(), f"{what}: ranks were called with different settings")
     if any(frame[1:17] != own.digest for frame in frames):
-        _raise_difference(mesh, own.text, f"{what}: ranks captured different programs")
+        _raise_difference(mesh, own.text(), f"{what}: ranks captured different programs")
 
 
 def raise_failures(failed: list[int], messages: list[str], what: str) -> NoReturn:

@@ -138,10 +138,8 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
             program, like = None, params_or_fn
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
-        facts = [(s.path, s.spec.shape, str(s.spec.dtype), repr(s.layouts)) for s in table.slots]
-        text = "\n".join(f"{path}: {dtype} {list(shape)}" for path, shape, dtype, _ in facts)
-    context = hash_of(text, repr(tx))
-    agree(mesh, Proposal(bytes(16), context, "", f"{text}\n{tx!r}"), "init")
+    context = hash_of(table.facts, tx)
+    agree(mesh, Proposal(bytes(16), context, str, lambda: f"{tx!r}\n{table.facts}"), "init")
     if program is None:
         leaves = cut_tree(params_or_fn, table, mesh)
     else:

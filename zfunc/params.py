@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
+from zfunc.agree import hash_of
 from zfunc.capture import Argument, LeafSlot, Static
 from zfunc.errors import LayoutError, TreeMismatchError, explain
 from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
@@ -59,6 +61,21 @@ class ParamTable:
             )
         chosen = tuple(i for i, slot in enumerate(tensors) if slot.trainable)
         return cls(Argument(structure, tuple(slots)), tensors, chosen)
+
+    @functools.cached_property
+    def facts(self) -> str:
+        """What must be equal on every rank, one leaf a line."""
+        return "\n".join(
+            f"{slot.path}: {slot.spec.dtype} {list(slot.spec.shape)}"
+            f"{'' if slot.trainable else ' frozen'}, params {slot.layouts.params.spec},"
+            f" grads {slot.layouts.grads.spec}, opt {slot.layouts.opt.spec}"
+            for slot in self.slots
+        )
+
+    @functools.cached_property
+    def facts_hash(self) -> str:
+        """A hash of `facts`."""
+        return hash_of(self.facts).hex()
 
     def leaves_of(self, params: Any) -> list[Sharded]:
         """The `Sharded` leaves of a tree of this structure, in canonical order.

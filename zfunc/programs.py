@@ -58,6 +58,7 @@ class Compiled:
         executor: runs it.
         traced: per micro-batch, what the outputs mean.
         digest: of its sequence of collectives.
+        draws: whether some op draws from the global generator.
         seconds: what capture and passes took.
     """
 
@@ -65,21 +66,13 @@ class Compiled:
     executor: Executor
     traced: tuple[Traced, ...]
     digest: bytes
+    draws: bool
     seconds: float
 
     @property
     def lines(self) -> str:
         """The sequence of collectives as text."""
         return "\n".join(collective_lines(self.program))
-
-    @property
-    def draws(self) -> bool:
-        """Whether some op draws from the global generator."""
-        return any(
-            torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
-            for op in self.program.ops
-            if isinstance(op, Compute)
-        )
 
     def aux(self, env: list[Any], micro: int) -> Any:
         """What the function returned besides the loss, for one micro-batch."""
@@ -97,11 +90,27 @@ class Programs:
         misses: how many had to capture.
     """
 
-    def __init__(self, function: Callable[..., Any], mesh: Mesh, prefetch: Prefetch):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        mesh: Mesh,
+        prefetch: Prefetch,
+        plan: Callable[..., Program] = build,
+    ):
+        """Starts with no program.
+
+        Args:
+            function: what to capture.
+            mesh: the mesh.
+            prefetch: the byte budgets.
+            plan: the passes, called as `build` is.
+        """
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.mesh = mesh
         self.prefetch = prefetch
+        self.plan = plan
+        self.takes_key = takes_key(function)
         self.hits = 0
         self.misses = 0
         self._known: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
@@ -111,10 +120,11 @@ class Programs:
         self, table: ParamTable, batches: Sequence[Argument], *, update: bool, has_aux: bool
     ) -> Compiled:
         """The program of a step (`update`) or of a loss and its gradient."""
-        key = takes_key(self.function)
 
         def trace(batch: Argument) -> Traced:
-            return trace_loss(self.function, table.argument, batch, key=key, has_aux=has_aux)
+            return trace_loss(
+                self.function, table.argument, batch, key=self.takes_key, has_aux=has_aux
+            )
 
         return self._lookup(("loss", table, tuple(batches), update), table, batches, trace, update)
 
@@ -147,15 +157,21 @@ class Programs:
         self.misses += 1
         start = time.perf_counter()
         traced = tuple(self._trace(table, batch, trace) for batch in batches)
-        program = build(
+        program = self.plan(
             [to_program(one, self.name) for one in traced],
             self.mesh,
             update=update,
             live_bytes=self.prefetch.live_bytes,
             ahead_bytes=self.prefetch.ahead_bytes,
         )
-        executor = Executor(program, self.mesh)
-        made = Compiled(program, executor, traced, digest(program), time.perf_counter() - start)
+        made = Compiled(
+            program,
+            Executor(program, self.mesh),
+            traced,
+            digest(program),
+            _draws(program),
+            time.perf_counter() - start,
+        )
         self._known[signature] = made
         while len(self._known) > MAX_PROGRAMS:
             self._known.popitem(last=False)
@@ -171,6 +187,14 @@ class Programs:
             while len(self._captured) > MAX_PROGRAMS:
                 self._captured.popitem(last=False)
         return self._captured[key]
+
+
+def _draws(program: Program) -> bool:
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
+        for op in program.ops
+        if isinstance(op, Compute)
+    )
 
 
 def takes_key(function: Callable[..., Any]) -> bool:

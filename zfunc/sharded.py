@@ -65,13 +65,20 @@ class Sharded:
         (2, 3)
     """
 
-    __slots__ = ("_local", "layout", "lease")
+    __slots__ = ("_lease", "_local", "layout")
     is_named_whole = True
 
     def __init__(self, local: Any, layout: Layout, lease: Lease | None = None):
         self._local = local
+        self._lease = lease
         self.layout = layout
-        self.lease = Lease(local) if lease is None else lease
+
+    @property
+    def lease(self) -> Lease:
+        """The lease, which begins when it is first asked for."""
+        if self._lease is None:
+            self._lease = Lease(self._local)
+        return self._lease
 
     @property
     def local(self) -> Any:
@@ -80,11 +87,11 @@ class Sharded:
         Raises:
             DonatedStateError: a step consumed it.
         """
-        if self.lease.consumed_by:
+        if self._lease is not None and self._lease.consumed_by:
             raise DonatedStateError(
                 explain(
                     f"{self.layout.path or 'this leaf'} was donated",
-                    got=f"a state that {self.lease.consumed_by} consumed",
+                    got=f"a state that {self._lease.consumed_by} consumed",
                     do="use the state which that call returned, or shard(..., donate=False)",
                 )
             )

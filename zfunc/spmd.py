@@ -123,8 +123,12 @@ class Forward:
                 [None],
                 threads=torch.get_num_threads(),
             )
-            context = hash_of([(s.path, s.spec, repr(s.layouts.params.spec)) for s in table.slots])
-            proposal = Proposal(compiled.digest, context, compiled.lines, what)
+            proposal = Proposal(
+                compiled.digest,
+                hash_of(what, table.facts_hash),
+                lambda: compiled.lines,
+                lambda: f"{what}\n{table.facts}",
+            )
         agree(mesh, proposal, what)
         outcome = compiled.executor.run(inputs)
         if outcome.verdict is not None and outcome.verdict.failed_ranks:

@@ -23,7 +23,7 @@ from zfunc.execute import Inputs, Outcome, Verdict
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.program.ir import Program, Status
-from zfunc.programs import Compiled, Programs, takes_key
+from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
 from zfunc.sharded import Sharded
 from zfunc.state import State
@@ -195,7 +195,7 @@ def known_leaves(
 def _fold_keys(training: Training, key: Tensor | None, number: int) -> list[Tensor | None]:
     """One key per micro-batch: folded with the step, this rank's index and the micro-batch."""
     accum = training.options.accum
-    if not takes_key(training.programs.function):
+    if not training.programs.takes_key:
         return [None] * accum
     if key is None:
         raise LayoutError(
@@ -209,21 +209,17 @@ def _fold_keys(training: Training, key: Tensor | None, number: int) -> list[Tens
 
 
 def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> Proposal:
-    leaf_table = [
-        (s.path, s.spec.shape, str(s.spec.dtype), s.trainable, repr(s.layouts.opt.spec))
-        for s in ready.table.slots
-    ]
     facts = {
         "call": context,
-        "leaves": hash_of(leaf_table).hex(),
+        "leaves": ready.table.facts_hash,
         "mesh": tuple(training.mesh.axes.items()),
         "accum": training.options.accum,
     }
     return Proposal(
         ready.compiled.digest,
-        hash_of(tuple(facts.items())),
-        ready.compiled.lines,
-        "\n".join(f"{name}: {value}" for name, value in facts.items()),
+        hash_of(facts),
+        lambda: ready.compiled.lines,
+        lambda: "\n".join([*(f"{k}: {v}" for k, v in facts.items()), ready.table.facts]),
     )
 
 

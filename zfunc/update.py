@@ -59,7 +59,7 @@ class _Info:
 
 def init_opt_state(tx: Any, table: ParamTable, leaves: Sequence[Sharded]) -> Any:
     """Makes the optimizer's state for the trainable leaves, laid out by their opt specs."""
-    views = [_opt_view(table, i, leaves[i].local) for i in table.trainable]
+    views = [_opt_view(table, i, leaves[i]) for i in table.trainable]
     return _wrapped(tx.init(table.trainable_tree(views)), views[0].layout if views else None)
 
 
@@ -94,7 +94,7 @@ def commit(
     take = _taker(donate, what)
     new_leaves = [take(leaf) for leaf in leaves]
     opt_state = tree.map(take, state.opt_state, is_leaf=is_sharded)
-    views = [_opt_view(table, i, new_leaves[i].local) for i in table.trainable]
+    views = [_opt_view(table, i, new_leaves[i]) for i in table.trainable]
     wrapped = [_gradient(view, grad) for view, grad in zip(views, grads, strict=True)]
     raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
     _, opt_state, applied = optim.apply(
@@ -129,18 +129,21 @@ def _taker(donate: bool, what: str) -> Callable[[Any], Any]:
     return take
 
 
-def _opt_view(table: ParamTable, leaf: int, local: Tensor) -> Sharded:
+def _opt_view(table: ParamTable, position: int, leaf: Sharded) -> Sharded:
     """The part of a parameter that this rank's optimizer owns, in the parameter's own buffer."""
-    row = table.slots[leaf].layouts
+    row = table.slots[position].layouts
     if row.params.axis == row.opt.axis:
-        return Sharded(local, row.opt)
+        return leaf
     start, stop = row.opt.range
-    return Sharded(local.view(-1)[start:stop], row.opt)
+    return Sharded(leaf.local.view(-1)[start:stop], row.opt)
 
 
 def _gradient(view: Sharded, grad: Tensor | None) -> Sharded:
-    local = view.local
-    return Sharded(torch.zeros_like(local) if grad is None else grad.view(local.shape), view.layout)
+    if grad is None:
+        grad = torch.zeros_like(view.local)
+    elif grad.shape != view.local.shape:
+        grad = grad.view(view.local.shape)
+    return Sharded(grad, view.layout)
 
 
 def _gather_replicated(table: ParamTable, leaves: Sequence[Sharded], mesh: Mesh) -> None:
