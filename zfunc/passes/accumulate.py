@@ -1,9 +1,9 @@
 """Accumulate: micro-batches in a row become one step, with gradients reduced and summed.
 
 A gradient that is sharded is reduced per micro-batch, as soon as its bucket is complete, and summed
-into a sharded accumulator; a replicated one is summed locally and reduced once. Either way the order
-of every sum is fixed: over the last mesh axis first, ranks in rank order, then micro-batches in order.
-A reduce is awaited at once here; `order` gives it time.
+into a sharded accumulator; a replicated one is summed locally and reduced once. Either way the
+order of every sum is fixed: over the last mesh axis first, ranks in rank order, then micro-batches
+in order. A reduce is awaited at once here; `order` gives it time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zfunc.layout import ShapeDtype
-from zfunc.meshes import Mesh, shard_range
+from zfunc.meshes import Mesh, chunk_numel, shard_range
 from zfunc.passes.buckets import BUCKET_BYTES, buckets
 from zfunc.program.ir import (
     Accumulate,
@@ -149,10 +149,23 @@ class _Join:
         """Sums the gradients of leaves over the mesh; `grads` then names the sums."""
         if not leaves:
             return
-        for axis, scatter in self._steps(leaves[0]):
+        numels = [self.values[grads[i]].spec.numel for i in leaves]
+        steps = self._steps(leaves[0])
+        for step, (axis, scatter) in enumerate(steps):
             ins = tuple(grads[i] for i in leaves)
-            outs = tuple(self._sum_value(i, axis if scatter else None, grads[i]) for i in leaves)
-            receive = sum(self._receive_bytes(g, axis, scatter) for g in ins)
+            size = self.mesh.axis_size(axis)
+            if scatter:
+                numels = [chunk_numel(numel, size) for numel in numels]
+            # A whole sum that a later reduce cuts still counts as a full gradient.
+            awaits_cut = not scatter and any(cuts for _, cuts in steps[step:])
+            role = "grad" if awaits_cut else "shard"
+            outs = tuple(
+                self._sum_value(i, axis if scatter else None, grads[i], role) for i in leaves
+            )
+            itemsizes = [self.values[g].spec.dtype.itemsize for g in ins]
+            # What the rank with the largest pieces receives: all ranks plan with the same number.
+            pieces = sum(n * itemsize for n, itemsize in zip(numels, itemsizes, strict=True))
+            receive = (size - 1) * pieces
             emit += [
                 Reduce(axis, tuple(leaves), ins, outs, scatter, self.token, receive),
                 Wait(self.token),
@@ -161,21 +174,15 @@ class _Join:
             self.token += 1
             grads |= dict(zip(leaves, outs, strict=True))
 
-    def _sum_value(self, leaf: int, axis: str | None, source: int) -> int:
+    def _sum_value(self, leaf: int, axis: str | None, source: int, role: str) -> int:
         """A new value for the sum of one leaf's gradients."""
         spec = self.values[source].spec
         if axis is not None:
             start, stop = shard_range(spec.numel, self.mesh.axis_size(axis), self.mesh.index(axis))
             spec = ShapeDtype((stop - start,), spec.dtype)
         name = f"grad {self.leaves[leaf].path}"
-        self.values.append(Value(name, spec, len(self.values), spec.nbytes, "shard"))
+        self.values.append(Value(name, spec, len(self.values), spec.nbytes, role))
         return len(self.values) - 1
-
-    def _receive_bytes(self, grad: int, axis: str, scatter: bool) -> int:
-        spec, size = self.values[grad].spec, self.mesh.axis_size(axis)
-        start, stop = shard_range(spec.numel, size, self.mesh.index(axis))
-        piece = (stop - start) * spec.dtype.itemsize
-        return (size - 1) * (piece if scatter else spec.nbytes)
 
     def _mark(self, grad: int, role: str) -> None:
         owner = self.values[grad].owner
