@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = ["Outcome", "Ranks", "RanksError", "rank_pool", "run_ranks", "spawn_ra
 POOL_SIZE = 4
 _MESH_TIMEOUT_S = 30.0
 _GRACE_S = 3.0
+_START_S = 60.0
 _LOG_TAIL = 4000
 
 
@@ -267,21 +269,33 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
             started = time.perf_counter()
             try:
                 if key not in meshes:
-                    meshes[key] = connect(
-                        axes,
-                        tuple(range(world)),
-                        rank,
-                        device=torch.device("cpu"),
-                        timeout_s=mesh_timeout_s,
-                        store=store,
-                    )
+                    meshes[key] = _connect(store, axes, world, rank, mesh_timeout_s)
                 outcome = Outcome(fn(meshes[key], *args))
             except BaseException as error:
                 outcome = Outcome(error=_sendable(error), text=traceback.format_exc())
             outcome.seconds = time.perf_counter() - started
             sys.stdout.flush()
             sys.stderr.flush()
-            pipe.send_bytes(pickle.dumps(outcome))
+            pipe.send_bytes(_packed(outcome))
+
+
+def _connect(
+    store: dist.Store, axes: Mapping[str, int], world: int, rank: int, timeout_s: float
+) -> Mesh:
+    """Makes a mesh once all its processes are there: its own bound may be short."""
+    name = f"up/{sorted(axes.items())}/"
+    store.set(f"{name}{rank}", "")
+    store.wait([f"{name}{other}" for other in range(world)], timedelta(seconds=_START_S))
+    processes = tuple(range(world))
+    device = torch.device("cpu")
+    return connect(axes, processes, rank, device=device, timeout_s=timeout_s, store=store)
+
+
+def _packed(outcome: Outcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except Exception:
+        return pickle.dumps(Outcome(text=traceback.format_exc()))
 
 
 def _sendable(error: BaseException) -> BaseException | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from zfunc.comm.groups import single_axis
@@ -57,7 +57,9 @@ def mesh(
         return connect(sizes, (0,), 0, device=where, timeout_s=timeout_s)
     start_process_group(where, timeout_s)
     processes = tuple(range(size))
-    return connect(sizes, processes, dist.get_rank(), device=where, timeout_s=timeout_s)
+    return connect(
+        sizes, processes, torch.distributed.get_rank(), device=where, timeout_s=timeout_s
+    )
 
 
 def as_mesh(mesh: Mesh | DeviceMesh, *, timeout_s: float = 60.0) -> Mesh:
@@ -92,7 +94,9 @@ def as_mesh(mesh: Mesh | DeviceMesh, *, timeout_s: float = 60.0) -> Mesh:
     axes = dict(zip(names, mesh.mesh.shape, strict=True))
     processes = tuple(mesh.mesh.flatten().tolist())
     device = choose_device("cpu" if mesh.device_type == "cpu" else None)
-    return connect(axes, processes, dist.get_rank(), device=device, timeout_s=timeout_s)
+    return connect(
+        axes, processes, torch.distributed.get_rank(), device=device, timeout_s=timeout_s
+    )
 
 
 def local_mesh(n_or_axes: int | Mapping[str, int]) -> LocalMesh:

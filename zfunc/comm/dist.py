@@ -4,15 +4,15 @@ gloo's own `reduce_scatter` is an all-reduce that blocks the caller; here every 
 its piece and adds what it receives in rank order, so sums are the same on every rank and in every
 run. All calls return at once; sums and copies out of shared messages happen in `wait`.
 
-A tag carries the call's number and a hash of its kind, axis and sizes: calls in flight cannot be
-mixed up, and ranks whose calls differ time out instead of writing into one another's buffers.
+A tag carries the call's number on its axis and a hash of its kind, axis and sizes: calls in flight
+cannot be mixed up, and ranks whose calls differ time out instead of writing into one another's
+buffers.
 """
 
 from __future__ import annotations
 
 import collections
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -71,8 +71,8 @@ class DistComm:
         self._data = data
         self._control = control
         self._watch = watch
-        self._counter = itertools.count()
-        self._flying: dict[int, _Flight] = {}
+        self._counts: dict[str, int] = {}
+        self._flying: dict[tuple[str, int], _Flight] = {}
         self._messages = 0
         self._payload_bytes = 0
 
@@ -166,15 +166,16 @@ class DistComm:
 
     def _open(self, kind: str, group: AxisGroup, fulls: Sequence[Tensor]) -> _Flight:
         self._watch.check()
-        number = next(self._counter)
+        number = self._counts.get(group.axis, 0)
+        self._counts[group.axis] = number + 1
         place = self._axes.index(group.axis)
         sizes = hash(tuple((full.numel(), full.element_size()) for full in fulls))
         mark = hash((_KINDS.index(kind), place, sizes)) % (1 << (_TAG_BITS - _SEQUENCE_BITS))
         tag = mark << _SEQUENCE_BITS | number % (1 << _SEQUENCE_BITS)
         doing = f"{kind} {number} ({len(fulls)} tensors over axis {group.axis!r})"
         flight = _Flight(self, group.ranks, doing, tag)
-        self._flying[number] = flight
-        flight.close = functools.partial(self._flying.pop, number, None)
+        self._flying[group.axis, number] = flight
+        flight.close = functools.partial(self._flying.pop, (group.axis, number), None)
         return flight
 
     def advance_before(self, flight: _Flight) -> None:
@@ -291,6 +292,8 @@ def _post_sum(flight: _Flight, group: AxisGroup, parts: Sequence[Tensor], out: T
     """Posts the messages of a sum: `parts[i]` is this rank's term of what place i adds up."""
     own = parts[group.index]
     free = own.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    if not free and group.index > 1:
+        own = own.clone()  # the first two terms are written into `out` before this one is read
     terms = []
     for place in range(group.size):
         if place == group.index:

@@ -1,8 +1,8 @@
 """Collectives over NCCL: native, coalesced, gathers and reduces in groups of their own.
 
 Two collectives in one NCCL group run one after the other, so a gather that is prefetched and a
-reduce that is pending get separate groups, hence separate streams. Uneven tensors are padded to equal
-pieces here. NCCL adds in an order of its own: the same on every rank and in every run of one
+reduce that is pending get separate groups, hence separate streams. Uneven tensors are padded to
+equal pieces here. NCCL adds in an order of its own: the same on every rank and in every run of one
 topology, but not rank order.
 
 This file has run over gloo, which offers the same calls, and never over NCCL itself.
