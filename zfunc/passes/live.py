@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from zfunc.meshes import chunk_numel
-from zfunc.passes.buckets import LARGE_LEAF_BYTES
+from zfunc.program import memory
 from zfunc.program.ir import Free, Gather, Leaf, Op, Program, Reduce, Value, Wait, writes
 
 __all__ = ["gather_bytes", "grad_bytes", "live_bytes", "staging_bytes"]
@@ -18,11 +17,7 @@ __all__ = ["gather_bytes", "grad_bytes", "live_bytes", "staging_bytes"]
 def staging_bytes(leaf: Leaf, axis_sizes: Mapping[str, int]) -> int:
     """Bytes that the gather of a small leaf receives into before they are copied to their place."""
     axis = leaf.layouts.params.axis
-    if axis is None:
-        return 0
-    size = axis_sizes[axis]
-    piece = chunk_numel(leaf.spec.numel, size) * leaf.spec.dtype.itemsize
-    return 0 if piece >= LARGE_LEAF_BYTES else (size - 1) * piece
+    return 0 if axis is None else memory.staging_bytes(leaf.spec, axis_sizes[axis])
 
 
 def gather_bytes(op: Gather, leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> int:

@@ -10,7 +10,7 @@ measured rates: all ranks find the same one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from zfunc.passes.live import gather_bytes, live_bytes
 from zfunc.program.ir import Accumulate, Free, Gather, Op, Program, Reduce, Status, Wait
@@ -51,8 +51,7 @@ def _await_reduces_late(program: Program, axis_sizes: Mapping[str, int]) -> Prog
         stop = at + 1
         while isinstance(ops[stop], Wait | Free | Accumulate | Reduce):
             stop += 1
-        held = during[at] - (during[at - 1] if at else 0)
-        held += sum(program.values[program.values[v].owner].nbytes for v in op.ins)
+        held = op.receive_bytes + _grad_bytes(program, (*op.ins, *op.outs))
         target = stop
         while not isinstance(ops[target], Reduce | Status) and during[target] + held <= limit:
             target += 1
@@ -67,6 +66,12 @@ def _await_reduces_late(program: Program, axis_sizes: Mapping[str, int]) -> Prog
         if at not in gone:
             result.append(op)
     return dataclasses.replace(program, ops=tuple(result))
+
+
+def _grad_bytes(program: Program, values: Iterable[int]) -> int:
+    """Bytes of the full gradients among some values."""
+    owners = {program.values[value].owner for value in values}
+    return sum(program.values[o].nbytes for o in owners if program.values[o].role == "grad")
 
 
 def _issue_gathers_early(
