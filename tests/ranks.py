@@ -27,8 +27,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore
 
+from zfunc.comm.compat import Store
 from zfunc.comm.start import connect
 from zfunc.errors import RankLostError, RemoteRankError
 from zfunc.meshes import Mesh
@@ -150,7 +151,7 @@ class Ranks:
     def _ready(self, world: int, found: Mapping[int, Outcome], deadline: float) -> list[int]:
         """The ranks that have answered or died since."""
         pending = [rank for rank in range(world) if rank not in found]
-        sources = {self._pipes[rank]: rank for rank in pending}
+        sources: dict[Any, int] = {self._pipes[rank]: rank for rank in pending}
         sources |= {self.processes[rank].sentinel: rank for rank in pending}
         ready = wait(list(sources), max(0.0, deadline - time.monotonic()))
         return sorted({sources[source] for source in ready})
@@ -260,7 +261,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
     os.dup2(log, 2)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    store = dist.FileStore(os.path.join(folder, "store"), size)
+    store = FileStore(os.path.join(folder, "store"), size)
     meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
     with contextlib.suppress(EOFError):
         while True:
@@ -280,7 +281,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
 
 
 def _connect(
-    store: dist.Store, axes: Mapping[str, int], world: int, rank: int, timeout_s: float
+    store: Store, axes: Mapping[str, int], world: int, rank: int, timeout_s: float
 ) -> Mesh:
     """Makes a mesh once all its processes are there: its own bound may be short."""
     name = f"up/{sorted(axes.items())}/"

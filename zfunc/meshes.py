@@ -132,7 +132,7 @@ class Mesh:
         """
         self.axis_size(axis)
         stride = 1
-        for name, size in reversed(self.axes.items()):
+        for name, size in reversed(list(self.axes.items())):
             if name == axis:
                 return self.rank // stride % size
             stride *= size
