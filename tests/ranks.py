@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.distributed_c10d import FileStore
+import torch.distributed as dist
 
 from zfunc.comm.compat import Store
 from zfunc.comm.start import connect
@@ -261,7 +261,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
     os.dup2(log, 2)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    store = FileStore(os.path.join(folder, "store"), size)
+    store = dist.FileStore(os.path.join(folder, "store"), size)  # pyright: ignore
     meshes: dict[tuple[tuple[str, int], ...], Mesh] = {}
     with contextlib.suppress(EOFError):
         while True:
