@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,29 @@ def test_distributions(dtype: torch.dtype, seed: int):
     assert kolmogorov(uniform, lambda v: (v + 2) / 5) < 1.95
     normal = random.normal(key, (n,), dtype)
     assert kolmogorov(normal, lambda v: (1 + math.erf(v / math.sqrt(2))) / 2) < 1.95
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, 24), (torch.float64, 53)])
+def test_the_ends_of_the_normal_distribution(
+    dtype: torch.dtype, bits: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The smallest and the largest number of a block give the outermost values, finite and even."""
+    last = 2**bits - 1
+    numbers = torch.tensor([0, 1, last // 2, last // 2 + 1, last - 1, last])
+    monkeypatch.setattr(random, "_bits", lambda *args: numbers)
+    drawn = random.normal(random.key(0), (6,), dtype)
+    assert torch.equal(drawn, -drawn.flip(0))
+    assert drawn[3] > 0
+    expected = [-NormalDist().inv_cdf((k + 0.5) / 2**bits) for k in (0, 1)]
+    assert drawn[[5, 4]].tolist() == pytest.approx(expected, rel=1e-6 if bits == 24 else 1e-12)
+    assert drawn.abs().max() < {24: 5.5, 53: 8.3}[bits]
+
+
+def test_normal_is_the_inverse_of_its_distribution():
+    numbers = random._bits(random.key(6), 200, 0, 53).tolist()
+    expected = [NormalDist().inv_cdf((k + 0.5) / 2**53) for k in numbers]
+    drawn = random.normal(random.key(6), (200,), torch.float64)
+    assert drawn.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_neighbouring_keys_and_elements_are_uncorrelated():

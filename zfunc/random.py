@@ -142,7 +142,7 @@ def normal(
 
         x = sqrt(2) * erfinv(2 * u - 1),    u at the middle of one of 2**p equal steps of (0, 1)
 
-    float16 and bfloat16 are drawn in float32 and rounded. Values beyond 5.4 (float32) or 8.2
+    float16 and bfloat16 are drawn in float32 and rounded. Values beyond 5.5 (float32) or 8.3
     (float64) never occur.
 
     Args:

@@ -213,6 +213,37 @@ def test_rates_follow_their_transforms_own_count():
     assert seen == [{"a": 1.0, "b": 1.0}, {"a": 0.75, "b": 1.0}, {"a": 0.5, "b": 3.0}]
 
 
+@pytest.mark.parametrize("through", ["update", "apply"])
+def test_every_rate_may_be_a_schedule(through: str):
+    """A schedule means the same as the number that it gives at each update."""
+    course = schedules.linear(1.0, 0.0, 4)
+    makers = [
+        optim.scale_by_schedule,
+        optim.scale_by_learning_rate,
+        optim.add_decayed_weights,
+        optim.sgd,
+        lambda rate: optim.adamw(0.125, weight_decay=rate),
+        lambda rate: optim.adamw(rate, weight_decay=0.125),
+    ]
+    for make in makers:
+        tx, info = make(course), optim.LocalInfo()
+        numbers = [
+            optim.scale(rate) if make is optim.scale_by_schedule else make(rate)
+            for rate in (1.0, 0.75, 0.5)
+        ]
+        params = integers(SHAPES, 0)
+        state, plain = tx.init(params), numbers[0].init(params)
+        for seed, number in enumerate(numbers):
+            grads = integers(SHAPES, seed)
+            if through == "apply":
+                got, state, _ = optim.apply(tx, clone(grads), state, clone(params), info)
+                expected, plain, _ = optim.apply(number, grads, plain, clone(params), info)
+            else:
+                got, state = tx.update(clone(grads), state, params, info=info)
+                expected, plain = number.update(grads, plain, params, info=info)
+            assert_equal(got, expected)
+
+
 def test_counts_are_int64_cpu_scalars():
     params = {"a": torch.ones(2), "b": torch.ones(3)}
     adam, _, rate = optim.adamw(schedules.constant(1.0)).init(params)

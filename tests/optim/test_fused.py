@@ -105,6 +105,18 @@ def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch):
     assert sorted(taken) == [1, 2, 5]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_kernel_takes_a_tree_of_one_dtype_in_one_call(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[int] = []
+    monkeypatch.setattr(ops, "adamw_", lambda params, *args, **kwargs: calls.append(len(params)))
+    params = {"a": torch.zeros(3, dtype=dtype), "b": [torch.zeros(0, dtype=dtype)]}
+    grads = tree.map(torch.ones_like, params)
+    optim.apply(ADAMW, grads, ADAMW.init(params), params, optim.LocalInfo())
+    assert calls == [2]
+
+
 @pytest.mark.parametrize("head", [[], [optim.clip_by_global_norm(0.5)]])
 def test_parts_of_a_partition_agree_with_the_chain(head: list[Any]):
     tx = optim.chain(
