@@ -79,6 +79,19 @@ def test_misaligned_starts(isa: str, offset: int) -> None:
         assert same_bits(leaves, want), n
 
 
+def test_nothing_around_a_leaf_is_touched(isa: str) -> None:
+    for n in range(130):
+        memory = [torch.full((n + 64,), math.nan) for _ in range(4)]
+        leaves = [x[32 : 32 + n] for x in memory]
+        for x, y in zip(leaves, leaf(n), strict=True):
+            x.copy_(y)
+        ops.adamw_(*leaves, **RATES, step=3)
+        for x in memory:
+            assert x[:32].isnan().all()
+            assert x[32 + n :].isnan().all()
+            assert x[32 : 32 + n].isfinite().all()
+
+
 SPECIAL = [
     0.0,
     -0.0,
