@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from zfunc.comm.pieces import DIRECT_BYTES
 from zfunc.layout import ShapeDtype
 from zfunc.meshes import Hardware, chunk_numel
 from zfunc.program.bound import least_gathered_bytes
@@ -34,7 +35,6 @@ from zfunc.program.ir import (
     reads,
     writes,
 )
-from zfunc.program.memory import STAGED_BELOW_BYTES
 from zfunc.program.text import bytes_text
 
 __all__ = ["Cost", "cost_analysis", "op_flops", "op_seconds", "traffic"]
@@ -162,7 +162,7 @@ def op_flops(op: Compute, program: Program) -> int:
 def traffic(op: Op, program: Program, axes: Mapping[str, int]) -> tuple[int, int]:
     """What one op puts on the network.
 
-    A piece of `STAGED_BELOW_BYTES` or more is a message of its own; the smaller ones of an op share
+    A piece of `DIRECT_BYTES` or more is a message of its own; the smaller ones of an op share
     one message per dtype and peer. A sum that stays whole is reduced in pieces and gathered if the
     tensor is large, and sent to every peer as it is otherwise.
 
@@ -196,7 +196,7 @@ def _pieces(specs: Iterable[ShapeDtype], size: int) -> tuple[int, int]:
     for spec in specs:
         piece = chunk_numel(spec.numel, size) * spec.dtype.itemsize
         nbytes += min((size - 1) * piece, spec.nbytes)
-        if piece >= STAGED_BELOW_BYTES:
+        if piece >= DIRECT_BYTES:
             direct += 1
         elif piece:
             together.add(spec.dtype)
@@ -206,8 +206,8 @@ def _pieces(specs: Iterable[ShapeDtype], size: int) -> tuple[int, int]:
 def _wholes(specs: Iterable[ShapeDtype], size: int) -> tuple[int, int]:
     """Every rank ends with the whole of each sum."""
     specs = list(specs)
-    large = [spec for spec in specs if spec.nbytes >= STAGED_BELOW_BYTES]
-    small = [spec for spec in specs if spec.nbytes < STAGED_BELOW_BYTES]
+    large = [spec for spec in specs if spec.nbytes >= DIRECT_BYTES]
+    small = [spec for spec in specs if spec.nbytes < DIRECT_BYTES]
     pieces = sum(chunk_numel(spec.numel, size) * spec.dtype.itemsize for spec in large)
     nbytes = 2 * pieces + sum(spec.nbytes for spec in small)
     messages = 2 * len(large) + len({spec.dtype for spec in small if spec.numel})

@@ -11,15 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from zfunc.comm.pieces import DIRECT_BYTES
 from zfunc.layout import ShapeDtype
 from zfunc.meshes import chunk_numel
 from zfunc.program.ir import Free, Gather, Leaf, Op, Program, Reduce, Status, Wait, reads, writes
 from zfunc.program.text import bytes_text, op_text
 
-__all__ = ["STAGED_BELOW_BYTES", "Memory", "memory_analysis", "staging_bytes"]
-
-# A piece smaller than this travels with others in one message and is copied to its place.
-STAGED_BELOW_BYTES = 256 * 1024
+__all__ = ["Memory", "memory_analysis", "staging_bytes"]
 
 _LIVE = ("copy", "derived", "grad")
 
@@ -151,7 +149,7 @@ def staging_bytes(spec: ShapeDtype, size: int) -> int:
         (12, 0)
     """
     piece = chunk_numel(spec.numel, size) * spec.dtype.itemsize
-    return 0 if piece >= STAGED_BELOW_BYTES else min((size - 1) * piece, spec.nbytes)
+    return 0 if piece >= DIRECT_BYTES else min((size - 1) * piece, spec.nbytes)
 
 
 class _Walk:
