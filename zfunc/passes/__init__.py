@@ -30,6 +30,7 @@ def stages(
     live_bytes: int | None = None,
     ahead_bytes: int | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    leaf_order: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, Program]]:
     """Runs the pipeline and yields the program after each pass.
 
@@ -41,6 +42,7 @@ def stages(
             is needed if that is more.
         ahead_bytes: see `order`.
         bucket_bytes: see `buckets`.
+        leaf_order: see `buckets`.
 
     Yields:
         The name of each pass and the program after it.
@@ -50,7 +52,9 @@ def stages(
     """
     sizes = dict(mesh.axes)
     micros = [rematerialise(program) for program in captured]
-    program = accumulate(micros, mesh, update=update, bucket_bytes=bucket_bytes)
+    program = accumulate(
+        micros, mesh, update=update, bucket_bytes=bucket_bytes, leaf_order=leaf_order
+    )
     yield "accumulate", program
     program = derive(program)
     yield "derive", program
@@ -60,6 +64,7 @@ def stages(
         live_bytes=live_bytes,
         floor_bytes=mesh.hw.device_bytes // 4,
         bucket_bytes=bucket_bytes,
+        leaf_order=leaf_order,
     )
     yield "pack", program
     program = order(program, sizes, ahead_bytes=ahead_bytes)

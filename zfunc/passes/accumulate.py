@@ -36,7 +36,12 @@ __all__ = ["accumulate"]
 
 
 def accumulate(
-    micros: Sequence[Program], mesh: Mesh, *, update: bool, bucket_bytes: int = BUCKET_BYTES
+    micros: Sequence[Program],
+    mesh: Mesh,
+    *,
+    update: bool,
+    bucket_bytes: int = BUCKET_BYTES,
+    leaf_order: Sequence[int] | None = None,
 ) -> Program:
     """Joins captured micro-batches to one program.
 
@@ -45,6 +50,7 @@ def accumulate(
         mesh: the mesh that gradients are summed over.
         update: whether an optimizer update follows (mode "step"), else the gradients are results.
         bucket_bytes: see `buckets`.
+        leaf_order: see `buckets`.
 
     Returns:
         A program in mode "step", "grad" or "forward".
@@ -58,7 +64,7 @@ def accumulate(
         return join.program(micros[0].name, "forward", [Status((), (), ())] if asks else [])
     groups = [
         tuple(i for i in group if join.leaves[i].trainable)
-        for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes)
+        for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes, leaf_order)
     ]
     reduced = join.reduce([group for group in groups if group])
     tail: list[Op] = [

@@ -7,11 +7,11 @@ depend on the number of leaves. The rule reads the program only: every rank find
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from zfunc.program.ir import Compute, Leaf, Op, reads
 
-__all__ = ["BUCKET_BYTES", "LARGE_LEAF_BYTES", "buckets"]
+__all__ = ["BUCKET_BYTES", "LARGE_LEAF_BYTES", "buckets", "first_uses"]
 
 LARGE_LEAF_BYTES = 1 << 18
 BUCKET_BYTES = 1 << 20
@@ -22,6 +22,7 @@ def buckets(
     ops: Iterable[Op],
     derived: Mapping[int, Compute],
     bucket_bytes: int = BUCKET_BYTES,
+    leaf_order: Sequence[int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Groups the leaves that the ops read.
 
@@ -30,10 +31,19 @@ def buckets(
         ops: the ops of the program.
         derived: virtual values and the ops that derive them from leaves.
         bucket_bytes: a bucket of small leaves is closed before it would exceed this.
+        leaf_order: the leaves and the order that ranks agreed on, instead of those of the ops.
 
     Returns:
         Leaf indices per bucket, buckets in the order of first use.
     """
+    order = first_uses(leaves, ops, derived) if leaf_order is None else leaf_order
+    return _group(leaves, order, bucket_bytes)
+
+
+def first_uses(
+    leaves: tuple[Leaf, ...], ops: Iterable[Op], derived: Mapping[int, Compute]
+) -> list[int]:
+    """The leaves that the ops read, directly or through what is derived, in order of first use."""
     index = {leaf.full: i for i, leaf in enumerate(leaves)}
     order: dict[int, None] = {}
     seen: set[int] = set()
@@ -51,6 +61,13 @@ def buckets(
     for op in ops:
         for value in reads(op):
             visit(value)
+    return list(order)
+
+
+def _group(
+    leaves: tuple[Leaf, ...], order: Iterable[int], bucket_bytes: int
+) -> list[tuple[int, ...]]:
+    """Cuts an order of leaves into buckets."""
     groups: list[list[int]] = []
     open_groups: dict[object, tuple[list[int], int]] = {}
     for i in order:

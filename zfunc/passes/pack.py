@@ -40,6 +40,7 @@ def pack_reuse(
     live_bytes: int | None,
     floor_bytes: int = 0,
     bucket_bytes: int = BUCKET_BYTES,
+    leaf_order: Sequence[int] | None = None,
 ) -> Program:
     """Replaces virtual leaves and recipes by copies with a beginning and an end.
 
@@ -49,6 +50,7 @@ def pack_reuse(
         live_bytes: the budget; None means `floor_bytes`, or what is needed if that is more.
         floor_bytes: the budget that is used when none is given.
         bucket_bytes: see `buckets`.
+        leaf_order: see `buckets`.
 
     Returns:
         A program in which every read value exists when it is read.
@@ -56,7 +58,8 @@ def pack_reuse(
     Raises:
         BudgetError: some op needs more than `live_bytes` by itself.
     """
-    demand = _Demand(program, axis_sizes, bucket_bytes)
+    grouped = buckets(program.leaves, program.ops, program.derived, bucket_bytes, leaf_order)
+    demand = _Demand(program, axis_sizes, grouped)
     needed, at = max((total, -i) for i, total in enumerate(demand.base)) if demand.base else (0, 0)
     if live_bytes is None:
         live_bytes = max(floor_bytes, needed)
@@ -74,11 +77,15 @@ Run = tuple[int, int]
 class _Demand:
     """What each op needs resident: buckets and derived values, directly or to follow a recipe."""
 
-    def __init__(self, program: Program, axis_sizes: Mapping[str, int], bucket_bytes: int):
+    def __init__(
+        self,
+        program: Program,
+        axis_sizes: Mapping[str, int],
+        grouped: Sequence[tuple[int, ...]],
+    ):
         self.program = program
         self.axis_sizes = axis_sizes
         self.leaf_of = {leaf.full: i for i, leaf in enumerate(program.leaves)}
-        grouped = buckets(program.leaves, program.ops, program.derived, bucket_bytes)
         self.buckets = [group for group in grouped if not program.leaves[group[0]].resident]
         self.bucket_of = {leaf: b for b, group in enumerate(self.buckets) for leaf in group}
         self.bytes = [sum(program.leaves[i].spec.nbytes for i in group) for group in self.buckets]

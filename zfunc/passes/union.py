@@ -1,0 +1,239 @@
+"""Union: programs of ranks that do not use the same leaves, made to communicate alike.
+
+Ranks merge their sequences of collectives to a shortest common supersequence; each then takes part in
+what the others need: a gather whose copy it drops, a reduce to which it adds zeros. Every rank
+computes what it would have computed alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from zfunc.layout import ShapeDtype
+from zfunc.program.ir import (
+    Accumulate,
+    Collective,
+    Compute,
+    Free,
+    Gather,
+    Leaf,
+    Op,
+    Program,
+    Reduce,
+    Status,
+    Value,
+    Wait,
+)
+
+__all__ = ["Unit", "merge", "merge_all", "units", "with_ghosts", "with_zero_grads"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Unit:
+    """One collective as all ranks spell it: a gather, or all the reduces of a bucket in a row.
+
+    Attributes:
+        kind: "gather", "reduce" or "ask" (of the loss itself).
+        leaves: whose; for "ask" empty.
+        detail: what else must agree, as text.
+    """
+
+    kind: str
+    leaves: tuple[int, ...]
+    detail: str
+
+
+def units(program: Program) -> list[Unit]:
+    """The sequence of collectives of a program after `pack`, in units that stay together."""
+    each = (_unit(program.ops, at) for at in range(len(program.ops)))
+    return [unit for unit in each if unit is not None]
+
+
+def merge(a: Sequence[Unit], b: Sequence[Unit]) -> list[Unit]:
+    """A shortest common supersequence; where either may come first, the smaller does."""
+    start = 0
+    while start < min(len(a), len(b)) and a[start] == b[start]:
+        start += 1
+    head, a, b = list(a[:start]), a[start:], b[start:]
+    common = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i in range(len(a) - 1, -1, -1):
+        row, below = common[i], common[i + 1]
+        for j in range(len(b) - 1, -1, -1):
+            row[j] = below[j + 1] + 1 if a[i] == b[j] else max(below[j], row[j + 1])
+    i = j = 0
+    while i < len(a) and j < len(b):
+        down, right = common[i + 1][j], common[i][j + 1]
+        if a[i] == b[j]:
+            head.append(a[i])
+            i, j = i + 1, j + 1
+        elif down > right or (down == right and a[i] <= b[j]):
+            head.append(a[i])
+            i += 1
+        else:
+            head.append(b[j])
+            j += 1
+    return [*head, *a[i:], *b[j:]]
+
+
+def merge_all(sequences: Sequence[Sequence[Unit]]) -> list[Unit]:
+    """Merges the sequences of all ranks, in rank order."""
+    merged: list[Unit] = []
+    for sequence in sequences:
+        merged = merge(merged, sequence)
+    return merged
+
+
+def with_zero_grads(program: Program, leaves: Sequence[int]) -> Program:
+    """Gives a captured micro-batch an explicit zero gradient for each of some leaves."""
+    (micro,) = program.micros
+    values, ops, grads = list(program.values), list(program.ops), list(micro.grads)
+    for i in leaves:
+        if grads[i] is None:
+            leaf = program.leaves[i]
+            grads[i] = _zeros(values, ops, leaf, leaf.spec)
+    return dataclasses.replace(
+        program,
+        values=tuple(values),
+        ops=tuple(ops),
+        micros=(dataclasses.replace(micro, grads=tuple(grads)),),
+    )
+
+
+def with_ghosts(program: Program, merged: Sequence[Unit]) -> Program:
+    """Inserts what a rank does only because others need it.
+
+    Args:
+        program: a program after `pack`, its collectives awaited at once.
+        merged: the sequence of all ranks, of which the program's own is a subsequence.
+
+    Returns:
+        A program whose sequence of collectives is `merged`.
+    """
+    values = list(program.values)
+    ops: list[Op] = []
+    tail: list[Op] = []
+    token = 1 + max((op.token for op in program.ops if isinstance(op, Wait)), default=-1)
+    templates = _templates(program)
+    remaining = list(merged)
+    for at, op in enumerate(program.ops):
+        unit = _unit(program.ops, at)
+        ends = isinstance(op, Status)
+        while remaining and (ends or unit is not None) and (ends or remaining[0] != unit):
+            ghost = remaining.pop(0)
+            token = _add_ghost(program, ghost, templates, values, ops, tail, token)
+        if unit is not None:
+            remaining.pop(0)
+        if ends:
+            ops += tail
+        ops.append(op)
+    return dataclasses.replace(program, values=tuple(values), ops=tuple(ops))
+
+
+def _chain(ops: Sequence[Op], at: int) -> list[Reduce]:
+    """The reduces that sum one bucket over one axis after the other."""
+    first = ops[at]
+    assert isinstance(first, Reduce)
+    chain = [first]
+    for after in ops[at + 1 :]:
+        if isinstance(after, Reduce) and after.ins == chain[-1].outs:
+            chain.append(after)
+        elif not isinstance(after, Wait | Free):
+            break
+    return chain
+
+
+def _unit(ops: Sequence[Op], at: int) -> Unit | None:
+    """The unit that begins at an op."""
+    op = ops[at]
+    if isinstance(op, Gather):
+        return Unit("gather", op.leaves, op.axis)
+    if isinstance(op, Collective):
+        return Unit("ask", (), f"{op.name} {op.axis} {op.shape}")
+    if isinstance(op, Reduce) and not _continues(ops, at):
+        detail = " ".join(f"{step.axis}:{step.scatter}" for step in _chain(ops, at))
+        return Unit("reduce", op.leaves, detail)
+    return None
+
+
+def _continues(ops: Sequence[Op], at: int) -> bool:
+    """Whether a reduce sums further what the reduce before it has summed over another axis."""
+    op = ops[at]
+    assert isinstance(op, Reduce)
+    for before in reversed(ops[:at]):
+        if isinstance(before, Reduce):
+            return before.outs == op.ins
+        if not isinstance(before, Wait | Free):
+            return False
+    return False
+
+
+def _templates(program: Program) -> dict[tuple[int, ...], list[Reduce]]:
+    """The reduces of each bucket, as the program itself does them."""
+    found: dict[tuple[int, ...], list[Reduce]] = {}
+    for at, op in enumerate(program.ops):
+        if isinstance(op, Reduce) and op.leaves not in found and not _continues(program.ops, at):
+            found[op.leaves] = _chain(program.ops, at)
+    return found
+
+
+def _add_ghost(
+    program: Program,
+    ghost: Unit,
+    templates: dict[tuple[int, ...], list[Reduce]],
+    values: list[Value],
+    ops: list[Op],
+    tail: list[Op],
+    token: int,
+) -> int:
+    """Adds one unit that only other ranks need; returns the next free token."""
+    if ghost.kind == "gather":
+        outs = []
+        for i in ghost.leaves:
+            leaf = program.leaves[i]
+            outs.append(len(values))
+            values.append(Value(leaf.path, leaf.spec, len(values), leaf.spec.nbytes, "copy"))
+        ops += [Gather(ghost.detail, ghost.leaves, tuple(outs), token), Wait(token)]
+        ops.append(Free(tuple(outs)))
+        return token + 1
+    chain = templates[ghost.leaves]
+    ins = tuple(
+        _zeros(values, ops, program.leaves[i], values[grad].spec, role="grad")
+        for i, grad in zip(ghost.leaves, chain[0].ins, strict=True)
+    )
+    for step in chain:
+        outs = []
+        for out in step.outs:
+            outs.append(len(values))
+            values.append(dataclasses.replace(values[out], owner=len(values)))
+        ops += [dataclasses.replace(step, ins=ins, outs=tuple(outs), token=token), Wait(token)]
+        ops.append(Free(ins))
+        ins = tuple(outs)
+        token += 1
+    sums = _final_sums(program, ghost.leaves)
+    tail += [Accumulate(sums, ins), Free(ins)]
+    return token
+
+
+def _final_sums(program: Program, leaves: tuple[int, ...]) -> tuple[int, ...]:
+    """The values that hold the whole step's reduced gradients of some leaves."""
+    status = next(op for op in program.ops if isinstance(op, Status))
+    trainable = [i for i, leaf in enumerate(program.leaves) if leaf.trainable]
+    named = dict(zip(trainable, status.grads, strict=True))
+    sums = tuple(named[i] for i in leaves)
+    assert None not in sums
+    return sums  # pyright: ignore
+
+
+def _zeros(
+    values: list[Value], ops: list[Op], leaf: Leaf, spec: ShapeDtype, role: str = "activation"
+) -> int:
+    """Adds an op that makes zeros."""
+    out, device = len(values), leaf.layouts.params.mesh.device
+    values.append(Value(f"zero {leaf.path}", spec, out, spec.nbytes, role))
+    kwargs = (("dtype", spec.dtype), ("device", device))
+    args = (list(spec.shape),)
+    ops.append(Compute(torch.ops.aten.zeros.default, args, kwargs, (out,), False, "backward"))
+    return out
