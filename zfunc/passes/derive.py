@@ -2,9 +2,9 @@
 
 A cast, transpose, norm or stack of parameters that is read in forward and again in backward would
 keep a second model alive between the two. Such ops leave the op list and become recipes
-(`Program.derived`), which `pack` follows again at each use, or once for a use that it decides to keep.
-Equal recipes are one value. What is much smaller than its source (a sum of squares, say) stays an
-ordinary op: it is cheap to keep and would else call for all its leaves at once.
+(`Program.derived`), which `pack` follows again at each use, or once for a use that it decides to
+keep. Equal recipes are one value. What is much smaller than its source (a sum of squares, say)
+stays an ordinary op: it is cheap to keep and would else call for all its leaves at once.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class _Derivation:
     def _is_small(self, op: Compute) -> bool:
         """Whether an op's results are much smaller than what it reads, or view such a result."""
         made = [self.values[value] for value in writes(op)]
-        if any(value.owner not in writes(op) for value in made):
-            bases = {value.owner for value in made} - set(writes(op))
+        bases = {value.owner for value in made} - set(writes(op))
+        if bases:
             leaves = {leaf.full for leaf in self.program.leaves}
-            return not bases <= (self.derived.keys() | leaves)
+            return not {self.same.get(b, b) for b in bases} <= (self.derived.keys() | leaves)
         read = max(self.values[value].spec.nbytes for value in reads(op))
         return sum(value.nbytes for value in made) * _SMALL <= read
 
@@ -135,7 +135,7 @@ class _Derivation:
         self._add_recipe(op)
 
     def _add_recipe(self, op: Compute) -> None:
-        """Enters an op into `derived`, with recipes of its own for the Python-only values it reads."""
+        """Enters an op into `derived`, with recipes for the Python-only values that it reads."""
         op = dataclasses.replace(
             op,
             args=map_refs(op.args, self._recipe_of),

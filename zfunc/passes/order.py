@@ -1,10 +1,10 @@
 """Order: which collectives are in flight together, decided by bytes alone.
 
-`pack` and `accumulate` await every collective at once. Here each reduce may stay in flight until the
-next one is issued, and each gather is issued earlier, past the compute ops before it, as long as the
-budgets of live bytes and of bytes read ahead allow. Gathers keep their order and reduces keep
-theirs, so the sequence of collectives is a function of the accesses and the budgets, never of
-measured rates: all ranks find the same one.
+`pack` and `accumulate` await every collective at once. Here each reduce may stay in flight until
+the next one is issued, and each gather is issued earlier, past the compute ops before it, as long
+as the budgets of live bytes and of bytes read ahead allow. Gathers keep their order and reduces
+keep theirs, so the sequence of collectives is a function of the accesses and the budgets, never
+of measured rates: all ranks find the same one.
 """
 
 from __future__ import annotations
