@@ -364,13 +364,22 @@ def test_messages_do_not_grow_with_the_number_of_small_leaves(run, leaves):
             ]
 
 
-def test_virtual_ranks_count_the_messages_of_real_ones():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_virtual_ranks_count_the_messages_of_real_ones(dtype):
+    axes = {"shard": 3}
     numels = [1, 0, 7, 3 * LARGE, 3 * LARGE + 1, LARGE, 2, 3 * LARGE - 1]
-    for dtype in (torch.float32, torch.int8):
-        axes = {"shard": 3}
-        virtual = on_local(axes, counted, numels, dtype)
-        assert virtual == on_gloo(axes, counted, numels, dtype)
-        assert virtual[0] != virtual[2]  # the last rank holds less
+    virtual = on_local(axes, counted, numels, dtype)
+    assert virtual == on_gloo(axes, counted, numels, dtype)
+    assert virtual[0] != virtual[2]  # the last rank holds less
+
+
+@both
+def test_what_is_empty_is_not_sent(run):
+    gather, reduce, all_reduce = zip(*run({"shard": 3}, counted, [1], torch.int8), strict=True)
+    assert gather == ((2, 2), (0, 0), (0, 0))
+    assert reduce == ((0, 0), (1, 1), (1, 1))
+    assert all_reduce == ((2, 2),) * 3
+    assert run({"shard": 3}, counted, [0, 0], torch.int8) == [[(0, 0)] * 3] * 3
 
 
 def wrong_sizes(mesh):

@@ -289,6 +289,17 @@ def test_an_answer_to_another_ranks_failure_is_not_an_exception_of_its_own():
         local_mesh(4).run(fn)
 
 
+def test_a_failure_that_ranks_agreed_on_is_raised_as_it_was():
+    def fn(mesh):
+        failed = mesh.comm.exchange(b"x" if mesh.rank == 1 else b"").index(b"x")
+        if mesh.rank == failed:
+            raise ValueError("of rank 1")
+        raise RemoteRankError("rank 1 failed", rank=failed)
+
+    with pytest.raises(ValueError, match="of rank 1"):
+        local_mesh(3).run(fn)
+
+
 def test_a_rank_that_returns_while_others_wait_is_an_error_at_once():
     seen = []
 
