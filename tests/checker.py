@@ -235,8 +235,8 @@ class _Machine:
 
     def rng(self, op: Rng) -> None:
         if op.action == "record":
-            if op.slot in self.recorded:
-                self.fail(f"state {op.slot} is recorded twice")
+            if self.replaying:
+                self.fail(f"state {op.slot} is recorded inside a replay")
             self.recorded.add(op.slot)
         elif op.action == "replay":
             if op.slot not in self.recorded or self.replaying:
@@ -271,6 +271,8 @@ class _Machine:
         self.updates += 1
 
     def end(self) -> None:
+        if self.replaying:
+            self.fail("a replayed state is never restored")
         if self.flights:
             self.fail(f"token #{min(self.flights)} is never awaited")
         for micro in self.program.micros:

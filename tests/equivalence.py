@@ -114,7 +114,7 @@ class _Naming:
         self.names: dict[int, Name] = {}
         self.versions: Counter[int] = Counter()
         self.draws: Counter[int] = Counter()
-        self.slots: dict[int, int] = {}
+        self.slots: dict[int, tuple[int, int]] = {}
         self.replayed: int | None = None
         self.pending: int | None = None
         self.sequence: dict[int, list[int]] = {}
@@ -226,11 +226,12 @@ class _Naming:
         if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
             return None
         if self.replayed is not None:
-            return self.slots[self.replayed]
+            micro, number = self.slots.get(self.replayed, (-1, -1))
+            return number if micro == op.micro else -1
         number = self.draws[op.micro]
         self.draws[op.micro] += 1
         if self.pending is not None:
-            self.slots[self.pending], self.pending = number, None
+            self.slots[self.pending], self.pending = (op.micro, number), None
         return number
 
     def _rng(self, op: Rng) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +17,7 @@ from tests.equivalence import CheckError, check_same_computation
 from tests.programs import Draft, aten, capture, draft_step, mlp_loss
 from zfunc.layout import zero
 from zfunc.passes import stages
+from zfunc.passes.remat import rematerialise
 from zfunc.program.ir import (
     Accumulate,
     Compute,
@@ -29,6 +32,7 @@ from zfunc.program.ir import (
     reads,
     writes,
 )
+from zfunc.remat import remat
 
 Edit = Callable[[list[Op]], Any]
 
@@ -286,6 +290,37 @@ def test_all_ranks_have_one_sequence_of_collectives(axes: dict[str, int]) -> Non
     for other in others:
         check_same_collectives(first, other)
         assert live_bytes(first) == live_bytes(other)
+
+
+def _dropout_loss(params: Any, batch: Any) -> Any:
+    """Nested regions whose random numbers are drawn again."""
+
+    def inner(x: Any, w: Any) -> Any:
+        return F.dropout(F.gelu(x @ w), 0.5)
+
+    def block(x: Any, w: Any) -> Any:
+        return x + remat(inner)(x, w) @ w.bfloat16().float()
+
+    for w in params:
+        batch = remat(block)(batch, w)
+    return batch.square().mean()
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_recomputation_and_its_random_numbers_are_followed(accum: int) -> None:
+    params, batch = [torch.zeros(8, 8), torch.zeros(8, 8)], torch.zeros(4, 8)
+    captured, mesh = capture(_dropout_loss, params, batch)
+    again = rematerialise(captured)
+    assert len(again.ops) > len(captured.ops)
+    check_stage(again, "remat", before=captured)
+    before: Any = [captured] * accum
+    for stage, program in stages([captured] * accum, mesh, update=True):
+        check_stage(program, stage, before=before)
+        before = program
+    replays = [i for i, op in enumerate(before.ops) if isinstance(op, Rng)]
+    for at in replays:
+        with pytest.raises(CheckError):
+            check(_edited(before, _without(at)), before=[captured] * accum)
 
 
 def test_renumbering_keeps_the_computation_and_in_place_order_matters() -> None:
