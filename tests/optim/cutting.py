@@ -16,9 +16,9 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.layout import Flat, Layout, P, Spec
 from zfunc.meshes import Mesh
-from zfunc.sharded import Sharded, is_sharded
+from zfunc.sharded import Sharded
 
-__all__ = ["AllRanksInfo", "clone", "cut", "join", "run"]
+__all__ = ["AllRanksInfo", "clone", "cut", "join"]
 
 
 def clone(nodes: Any) -> Any:
@@ -79,16 +79,3 @@ class AllRanksInfo:
         """Looks the sums up; anything but the raw gradients is an error of the test."""
         known = {id(piece): i for i, piece in enumerate(tree.leaves(self.pieces))}
         return self.sums[[known[id(piece)] for piece in tree.leaves(updates)]]
-
-
-def run(tx: Any, params: Any, steps: list[Any], infos: list[Any], apply: Any) -> tuple[Any, Any]:
-    """The parameters and the state after some updates; nothing that is given is written."""
-    params, state = clone(params), tx.init(params)
-    for grads, info in zip(steps, infos, strict=True):
-        params, state, _ = apply(tx, grads, state, params, info)
-    return params, state
-
-
-def num_leaves(nodes: Any) -> int:
-    """The number of leaves, `Sharded` counted once."""
-    return len(tree.leaves(nodes, is_leaf=is_sharded))
