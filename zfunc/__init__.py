@@ -22,7 +22,7 @@ from zfunc.errors import (
 from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
 from zfunc.meshes import Hardware, Mesh, abstract_mesh
-from zfunc.programs import Prefetch
+from zfunc.programs import Capture, Prefetch
 from zfunc.remat import policies, remat
 from zfunc.sharded import Sharded
 from zfunc.spmd import Forward, infer, spmd
@@ -32,6 +32,7 @@ from zfunc.step import Step, shard
 __all__ = [
     "DEVICE",
     "BudgetError",
+    "Capture",
     "CaptureError",
     "DonatedStateError",
     "Flat",

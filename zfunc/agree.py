@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zfunc.errors import ProgramMismatchError, RankLostError, RemoteRankError, explain
 from zfunc.meshes import Mesh
@@ -19,6 +20,7 @@ from zfunc.meshes import Mesh
 __all__ = [
     "Proposal",
     "agree",
+    "exchange_facts",
     "exchange_failures",
     "hash_of",
     "raise_failures",
@@ -35,14 +37,12 @@ class Proposal:
     Attributes:
         digest: 16 bytes, of the sequence of collectives.
         context: 16 bytes, of everything else that must be equal.
-        text: gives the sequence of collectives, one a line, for the message if digests differ.
         about: gives what the context is made of, one fact a line, for the message if contexts
             differ.
     """
 
     digest: bytes
     context: bytes
-    text: Callable[[], str]
     about: Callable[[], str]
 
 
@@ -70,21 +70,24 @@ def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
         raise
 
 
-def agree(mesh: Mesh, own: Proposal, what: str) -> None:
-    """Exchanges proposals; returns when all ranks will run the same collectives.
+def agree(mesh: Mesh, own: Proposal, what: str) -> tuple[bytes, ...]:
+    """Exchanges proposals.
 
     Args:
         mesh: the mesh; every rank calls this, or fails inside `telling_others`.
         own: what this rank is about to do.
         what: the call, for messages.
 
+    Returns:
+        The digest of every rank's program; ranks may run only when they are equal.
+
     Raises:
         RemoteRankError: another rank failed.
-        ProgramMismatchError: ranks differ; names the first difference.
+        ProgramMismatchError: the contexts differ; names the first difference.
         RankLostError: a rank did not answer in time.
     """
     if mesh.comm is None:
-        return
+        return (own.digest,)
     frames = mesh.comm.exchange(_OK + own.digest + own.context)
     failed = [rank for rank, frame in enumerate(frames) if frame[:1] == _FAILED]
     if failed:
@@ -92,8 +95,7 @@ def agree(mesh: Mesh, own: Proposal, what: str) -> None:
         raise_failures(failed, messages, what)
     if any(frame[17:] != own.context for frame in frames):
         _raise_difference(mesh, own.about(), f"{what}: ranks were called with different settings")
-    if any(frame[1:17] != own.digest for frame in frames):
-        _raise_difference(mesh, own.text(), f"{what}: ranks captured different programs")
+    return tuple(frame[1:17] for frame in frames)
 
 
 def raise_failures(failed: list[int], messages: list[str], what: str) -> NoReturn:
@@ -107,6 +109,25 @@ def raise_failures(failed: list[int], messages: list[str], what: str) -> NoRetur
         ),
         rank=rank,
     )
+
+
+def exchange_facts(mesh: Mesh, facts: Any, what: str) -> list[Any]:
+    """Gives every rank the facts of all; a rank that could not state its own gives the exception.
+
+    Raises:
+        RemoteRankError: another rank gave an exception (this rank raises its own).
+    """
+    failed = isinstance(facts, Exception)
+    assert mesh.comm is not None
+    payload = (_FAILED if failed else _OK) + pickle.dumps(str(facts) if failed else facts)
+    rows = mesh.comm.exchange(payload)
+    bad = [rank for rank, row in enumerate(rows) if row[:1] == _FAILED]
+    if failed:
+        raise facts
+    if bad:
+        messages = [pickle.loads(row[1:]) if row[:1] == _FAILED else "" for row in rows]
+        raise_failures(bad, messages, what)
+    return [pickle.loads(row[1:]) for row in rows]
 
 
 def exchange_failures(mesh: Mesh, error: BaseException | None, what: str) -> list[str]:

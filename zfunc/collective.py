@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.capture import lookup_full
-from zfunc.errors import LayoutError, explain
+from zfunc.errors import CaptureError, LayoutError, explain
 from zfunc.layout import layouts_of
 from zfunc.meshes import Mesh, shard_range
 from zfunc.scope import scope
@@ -64,6 +64,7 @@ def gather(tree_of_sharded: Any, dtype: torch.dtype | None = None) -> Any:
         tensor([0., 1., 2., 3.])
     """
     leaves, structure = tree.flatten(tree_of_sharded, is_leaf=is_sharded)
+    _refuse_dynamic("gather")
     if scope() is None:
         fulls = _gather_now(leaves, dtype)
     else:
@@ -99,6 +100,8 @@ def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
         raise LayoutError(
             explain(f"scatter(reduce={reduce!r})", expected="'slice', 'sum' or 'mean'")
         )
+    if reduce != "slice":
+        _refuse_dynamic("scatter")
     leaves, structure = tree.flatten(full)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
     paths = tree.leaf_paths(full, "tree")
@@ -108,6 +111,19 @@ def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
         for leaf, row in zip(leaves, rows, strict=True)
     ]
     return tree.unflatten(structure, made)
+
+
+def _refuse_dynamic(name: str) -> None:
+    """Ranks that run Python of their own cannot meet in the middle of it."""
+    current = scope()
+    if current is not None and not current.traced:
+        raise CaptureError(
+            explain(
+                f"{name} inside a loss on the dynamic rung",
+                expected="a loss that can be traced, or one without collectives of its own",
+                do="gather outside the loss and pass the result in the batch",
+            )
+        )
 
 
 class _Gather(torch.autograd.Function):

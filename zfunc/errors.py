@@ -51,7 +51,15 @@ class DonatedStateError(RuntimeError):
 
 
 class CaptureError(RuntimeError):
-    """The loss cannot be turned into a graph that would stay true."""
+    """The loss cannot be turned into a graph that would stay true.
+
+    Attributes:
+        runs_dynamic: whether the dynamic rung can run it as it is.
+    """
+
+    def __init__(self, message: str, *, runs_dynamic: bool = False):
+        super().__init__(message)
+        self.runs_dynamic = runs_dynamic
 
 
 class ProgramMismatchError(RuntimeError):

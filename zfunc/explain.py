@@ -15,7 +15,7 @@ class SignatureReport:
     """One captured signature.
 
     Attributes:
-        rung: "traced".
+        rung: "traced" or "dynamic".
         derivation: "vjp", or "autograd" where functorch refused the loss; "forward" without one.
         num_ops: ops of the program.
         capture_s: seconds of capture and passes.
@@ -75,8 +75,8 @@ def _report(compiled: Compiled) -> SignatureReport:
     counts = _gather_counts(program)
     recomputed = sum(isinstance(op, Compute) and op.phase == "recompute" for op in program.ops)
     return SignatureReport(
-        "traced",
-        compiled.traced[0].derivation,
+        compiled.rung,
+        compiled.traced[0].derivation if compiled.traced else "autograd",
         len(program.ops),
         compiled.seconds,
         tuple(path for path, count in counts.items() if count == 1),

@@ -139,7 +139,7 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
     context = hash_of(table.facts, tx)
-    agree(mesh, Proposal(bytes(16), context, str, lambda: f"{tx!r}\n{table.facts}"), "init")
+    agree(mesh, Proposal(bytes(16), context, lambda: f"{tx!r}\n{table.facts}"), "init")
     if program is None:
         leaves = cut_tree(params_or_fn, table, mesh)
     else:

@@ -1,7 +1,8 @@
 """Programs: the cache from signatures to compiled programs of one function.
 
 Capturing and planning happen once per signature; a step whose signature is known costs a lookup. The
-cache is bounded: the program used longest ago is dropped first.
+cache is bounded: the program used longest ago is dropped first. A function that cannot be traced, or
+that comes with ever new shapes, goes to the dynamic rung, if all that it needs whole fits.
 """
 
 from __future__ import annotations
@@ -9,25 +10,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from zfunc import tree
-from zfunc.capture import Argument, to_program, trace_forward, trace_loss
-from zfunc.capture.trace import Traced
-from zfunc.execute import Executor
+from zfunc.capture import Argument, Input, Traced, to_program, trace_forward, trace_loss
+from zfunc.capture.graph import leaf_of
+from zfunc.errors import CaptureError, LayoutError, explain
+from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.passes import build
-from zfunc.program.digest import collective_lines, digest
+from zfunc.passes.whole import call_program, whole_program
+from zfunc.program.digest import digest
 from zfunc.program.ir import Compute, Program
 
-__all__ = ["Compiled", "Prefetch", "Programs", "takes_key"]
+__all__ = ["Capture", "Compiled", "Prefetch", "Programs", "takes_key"]
 
-MAX_PROGRAMS = 64
+_LOG = logging.getLogger("zfunc")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +53,27 @@ class Prefetch:
     ahead_bytes: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capture:
+    """How a function is captured.
+
+    Attributes:
+        rung: "traced", "dynamic", or "auto": traced, and dynamic where that is refused.
+        check_every: trace again at every so many calls of a signature and compare; 0 never.
+        max_signatures: how many programs are kept.
+        max_shape_misses: after so many signatures of one parameter tree, "auto" goes dynamic.
+
+    Example:
+        >>> Capture("traced", check_every=100).check_every
+        100
+    """
+
+    rung: str = "auto"
+    check_every: int = 0
+    max_signatures: int = 64
+    max_shape_misses: int = 32
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
     """A program, ready to run.
@@ -56,7 +81,8 @@ class Compiled:
     Attributes:
         program: the program after all passes.
         executor: runs it.
-        traced: per micro-batch, what the outputs mean.
+        micros: per micro-batch, the program as captured.
+        traced: per micro-batch, what the outputs mean; empty on the dynamic rung.
         digest: of its sequence of collectives.
         draws: whether some op draws from the global generator.
         seconds: what capture and passes took.
@@ -64,22 +90,31 @@ class Compiled:
 
     program: Program
     executor: Executor
+    micros: tuple[Program, ...]
     traced: tuple[Traced, ...]
     digest: bytes
     draws: bool
     seconds: float
 
     @property
-    def lines(self) -> str:
-        """The sequence of collectives as text."""
-        return "\n".join(collective_lines(self.program))
+    def rung(self) -> str:
+        """ "traced" or "dynamic"."""
+        return "traced" if self.traced else "dynamic"
 
-    def aux(self, env: list[Any], micro: int) -> Any:
+    def aux(self, outcome: Outcome, micro: int) -> Any:
         """What the function returned besides the loss, for one micro-batch."""
+        if not self.traced:
+            return outcome.aux[micro]
         ends, traced = self.program.micros[micro], self.traced[micro]
         tensors = iter(ends.aux)
-        leaves = [env[next(tensors)] if leaf is None else leaf for leaf in traced.statics]
+        leaves = [outcome.env[next(tensors)] if leaf is None else leaf for leaf in traced.statics]
         return tree.unflatten(traced.aux, leaves)
+
+    def with_program(self, program: Program, mesh: Mesh) -> Compiled:
+        """The same function under another program."""
+        return dataclasses.replace(
+            self, program=program, executor=Executor(program, mesh), digest=digest(program)
+        )
 
 
 class Programs:
@@ -95,6 +130,7 @@ class Programs:
         function: Callable[..., Any],
         mesh: Mesh,
         prefetch: Prefetch,
+        capture: Capture | str = "auto",
         plan: Callable[..., Program] = build,
     ):
         """Starts with no program.
@@ -103,30 +139,45 @@ class Programs:
             function: what to capture.
             mesh: the mesh.
             prefetch: the byte budgets.
+            capture: a rung, or a `Capture`.
             plan: the passes, called as `build` is.
         """
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__)
         self.mesh = mesh
         self.prefetch = prefetch
+        self.capture = check_capture(capture)
         self.plan = plan
         self.takes_key = takes_key(function)
         self.hits = 0
         self.misses = 0
-        self._known: collections.OrderedDict[Hashable, Compiled] = collections.OrderedDict()
-        self._captured: collections.OrderedDict[Hashable, Traced] = collections.OrderedDict()
+        self.resolved = Bounded[Hashable, Any](self.capture.max_signatures)
+        self._known = Bounded[Hashable, Compiled](self.capture.max_signatures)
+        self._captured = Bounded[Hashable, tuple[Traced, Program]](self.capture.max_signatures)
+        self._calls: dict[ParamTable, int] = {}
+        self._dynamic: set[ParamTable] = set()
 
     def loss(
-        self, table: ParamTable, batches: Sequence[Argument], *, update: bool, has_aux: bool
+        self,
+        table: ParamTable,
+        batches: Sequence[Argument],
+        *,
+        update: bool,
+        has_aux: bool,
     ) -> Compiled:
-        """The program of a step (`update`) or of a loss and its gradient."""
+        """The program of a step (`update`) or of a loss and its gradient.
+
+        Raises:
+            CaptureError: the loss cannot be captured on the rungs that are allowed.
+            BudgetError: it needs more than the budget.
+        """
 
         def trace(batch: Argument) -> Traced:
             return trace_loss(
                 self.function, table.argument, batch, key=self.takes_key, has_aux=has_aux
             )
 
-        return self._lookup(("loss", table, tuple(batches), update), table, batches, trace, update)
+        return self._choose(("loss", update), table, tuple(batches), trace, update)
 
     def forward(self, table: ParamTable, args: Argument) -> Compiled:
         """The program of the function alone; `args` describes the tuple of further arguments."""
@@ -134,59 +185,199 @@ class Programs:
         def trace(args: Argument) -> Traced:
             return trace_forward(self.function, table.argument, args)
 
-        return self._lookup(("forward", table, args), table, [args], trace, False)
+        return self._choose(("forward", False), table, (args,), trace, False)
+
+    def is_dynamic(self, table: ParamTable) -> bool:
+        """Whether calls with these parameters are on the dynamic rung."""
+        return self.capture.rung == "dynamic" or table in self._dynamic
 
     @property
     def compiled(self) -> list[Compiled]:
         """The programs in the cache, the one used last at the end."""
         return list(self._known.values())
 
-    def _lookup(
+    def _choose(
+        self,
+        kind: tuple[str, bool],
+        table: ParamTable,
+        batches: tuple[Argument, ...],
+        trace: Callable[[Argument], Traced],
+        update: bool,
+    ) -> Compiled:
+        """Finds a program, or captures one on the highest rung that takes the function."""
+        if not self.is_dynamic(table):
+            try:
+                return self._trace_or_find((kind, table, batches), table, batches, trace, update)
+            except CaptureError as refusal:
+                if self.capture.rung == "traced" or not refusal.runs_dynamic:
+                    raise
+                _LOG.warning("%s runs on the dynamic rung: %s", self.name, refusal)
+                self._dynamic.add(table)
+        key = (kind, table, len(batches))
+        found = self._known.get(key)
+        self.hits += found is not None
+        if found is None:
+            found = self._call(table, len(batches), update, kind[0] == "loss")
+            self._known.put(key, found)
+        return found
+
+    def _trace_or_find(
         self,
         signature: Hashable,
         table: ParamTable,
-        batches: Sequence[Argument],
+        batches: tuple[Argument, ...],
         trace: Callable[[Argument], Traced],
         update: bool,
     ) -> Compiled:
         found = self._known.get(signature)
         if found is not None:
             self.hits += 1
-            self._known.move_to_end(signature)
+            every = self.capture.check_every
+            if every and self.hits % every == 0:
+                self._check(found, batches, trace)
             return found
+        self._count_shapes(table, batches)
         self.misses += 1
         start = time.perf_counter()
-        traced = tuple(self._trace(table, batch, trace) for batch in batches)
+        captured = [self._trace(table, batch, trace, update) for batch in batches]
+        micros = tuple(program for _, program in captured)
+        budgets = self.prefetch
         program = self.plan(
-            [to_program(one, self.name) for one in traced],
+            micros,
             self.mesh,
             update=update,
-            live_bytes=self.prefetch.live_bytes,
-            ahead_bytes=self.prefetch.ahead_bytes,
+            live_bytes=budgets.live_bytes,
+            ahead_bytes=budgets.ahead_bytes,
         )
-        made = Compiled(
-            program,
-            Executor(program, self.mesh),
-            traced,
-            digest(program),
-            _draws(program),
-            time.perf_counter() - start,
-        )
-        self._known[signature] = made
-        while len(self._known) > MAX_PROGRAMS:
-            self._known.popitem(last=False)
+        traced = tuple(one for one, _ in captured)
+        made = self._compiled(program, micros, traced, start)
+        self._known.put(signature, made)
         return made
 
+    def _call(self, table: ParamTable, num_micros: int, update: bool, has_loss: bool) -> Compiled:
+        """The program that calls the function as it is."""
+        start = time.perf_counter()
+        self.misses += 1
+        leaves = [leaf_of(slot, 0) for slot in table.slots]
+        micros = (call_program(self.name, leaves, has_loss=has_loss),) * num_micros
+        program = whole_program(
+            micros, self.mesh, update=update, live_bytes=self.prefetch.live_bytes
+        )
+        return self._compiled(program, micros, (), start)
+
+    def _compiled(
+        self,
+        program: Program,
+        micros: tuple[Program, ...],
+        traced: tuple[Traced, ...],
+        start: float,
+    ) -> Compiled:
+        draws = not traced or _draws(program)
+        seconds = time.perf_counter() - start
+        executor = Executor(program, self.mesh)
+        return Compiled(program, executor, micros, traced, digest(program), draws, seconds)
+
+    def _count_shapes(self, table: ParamTable, batches: tuple[Argument, ...]) -> None:
+        """Sends a function to the dynamic rung whose shapes never end, if that fits."""
+        self._calls[table] = self._calls.get(table, 0) + 1
+        if self.capture.rung != "auto" or self._calls[table] <= self.capture.max_shape_misses:
+            return
+        raise CaptureError(
+            explain(
+                f"{self.name} was called with {self._calls[table]} different signatures",
+                expected=f"at most {self.capture.max_shape_misses}",
+                got=f"the newest is {_shapes(batches)}",
+                do="pad to a few lengths (length buckets), or raise Capture(max_shape_misses=)",
+            ),
+            runs_dynamic=True,
+        )
+
+    def _check(
+        self, found: Compiled, batches: tuple[Argument, ...], trace: Callable[[Argument], Traced]
+    ) -> None:
+        """Traces again and compares: the function may depend on Python state."""
+        for batch, old, micro in zip(batches, found.traced, found.micros, strict=True):
+            new = trace(batch)
+            again = to_program(new, self.name)
+            same = again.ops == micro.ops and again.values == micro.values
+            if not same or new.statics != old.statics:
+                raise CaptureError(
+                    explain(
+                        f"{self.name} traces to another graph than it did first",
+                        expected="the same operators for the same signature",
+                        got="a function that depends on Python state",
+                        do="pass that state in the batch, where it is part of the signature",
+                    )
+                )
+
     def _trace(
-        self, table: ParamTable, batch: Argument, trace: Callable[[Argument], Traced]
-    ) -> Traced:
-        """Equal micro-batches are traced once."""
-        key = (table, batch)
-        if key not in self._captured:
-            self._captured[key] = trace(batch)
-            while len(self._captured) > MAX_PROGRAMS:
-                self._captured.popitem(last=False)
-        return self._captured[key]
+        self,
+        table: ParamTable,
+        batch: Argument,
+        trace: Callable[[Argument], Traced],
+        update: bool,
+    ) -> tuple[Traced, Program]:
+        """Equal micro-batches are traced once, with and without an update alike."""
+        del update
+        found = self._captured.get((table, batch))
+        if found is None:
+            traced = trace(batch)
+            found = traced, to_program(traced, self.name)
+            self._captured.put((table, batch), found)
+        return found
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Bounded(Generic[K, V]):
+    """A dict of bounded size that forgets what was used longest ago."""
+
+    def __init__(self, max_entries: int):
+        self._max_entries = max_entries
+        self._entries: collections.OrderedDict[K, V] = collections.OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        """The entry, which becomes the one used last, or None."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def put(self, key: K, value: V) -> None:
+        """Adds an entry."""
+        self._entries[key] = value
+        while len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
+
+    def values(self) -> list[V]:
+        """All entries, the one used last at the end."""
+        return list(self._entries.values())
+
+
+def check_capture(capture: Capture | str) -> Capture:
+    """Completes `shard(capture=)`.
+
+    Raises:
+        LayoutError: no such rung.
+    """
+    made = Capture(capture) if isinstance(capture, str) else capture
+    if not isinstance(made, Capture) or made.rung not in ("auto", "traced", "dynamic"):
+        raise LayoutError(
+            explain(
+                f"capture={capture!r}",
+                expected="'auto', 'traced', 'dynamic' or Capture(...)",
+                do="leave it out to trace, and to call what cannot be traced",
+            )
+        )
+    return made
+
+
+def _shapes(batches: Sequence[Argument]) -> str:
+    """The shapes of a signature, for a message."""
+    shapes = [list(s.spec.shape) for b in batches for s in b.slots if isinstance(s, Input)]
+    return ", ".join(map(str, shapes[:6]))
 
 
 def _draws(program: Program) -> bool:

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
+from torch.utils.checkpoint import checkpoint
+
 from zfunc.errors import explain
 from zfunc.scope import scope
 
@@ -44,7 +46,8 @@ def remat(fn: Callable[P, R], policy: Nothing = policies.nothing) -> Callable[P,
     needs the rest. Calls may nest: with n blocks in groups of sqrt(n), each block and each group
     wrapped, about 2 sqrt(n) block inputs are alive at once (Chen et al. 2016, "Training deep nets
     with sublinear memory cost", section 4). Random numbers repeat exactly; a collective is never
-    repeated, its result is kept. Elsewhere the function runs as it is.
+    repeated, its result is kept. On the dynamic rung it is `torch.utils.checkpoint`; elsewhere the
+    function runs as it is.
 
     Args:
         fn: any function, of trees and with keyword arguments.
@@ -71,6 +74,8 @@ def remat(fn: Callable[P, R], policy: Nothing = policies.nothing) -> Callable[P,
         current = scope()
         if current is None:
             return fn(*args, **kwargs)
+        if not current.traced:
+            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
         with current.region():
             return fn(*args, **kwargs)
 

@@ -18,20 +18,27 @@ __all__ = ["Scope", "entered", "scope"]
 
 @dataclasses.dataclass(slots=True)
 class Scope:
-    """One capture in progress.
+    """One capture in progress, or one call on the dynamic rung.
 
     Attributes:
         fulls: id of the piece of a `Sharded` argument -> the tensor that stands for all of it.
-        annotate: tags everything traced inside with the name of a region.
+        annotate: tags everything traced inside with the name of a region; None where nothing is
+            traced and the function runs as it is.
         regions: how many regions were entered so far.
     """
 
     fulls: dict[int, Tensor]
-    annotate: Callable[[str], contextlib.AbstractContextManager[None]]
+    annotate: Callable[[str], contextlib.AbstractContextManager[None]] | None
     regions: int = 0
+
+    @property
+    def traced(self) -> bool:
+        """Whether a graph is being made."""
+        return self.annotate is not None
 
     def region(self) -> contextlib.AbstractContextManager[None]:
         """A region of its own for one call of a rematerialised function."""
+        assert self.annotate is not None
         self.regions += 1
         return self.annotate(str(self.regions))
 

@@ -23,6 +23,7 @@ from zfunc.agree import (
 )
 from zfunc.capture import describe
 from zfunc.comm import as_mesh
+from zfunc.dynamic import call_forward
 from zfunc.execute import Inputs
 from zfunc.explain import Explanation, explain_programs
 from zfunc.layout import Flat, P, layouts_of
@@ -30,6 +31,7 @@ from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.programs import Compiled, Prefetch, Programs
+from zfunc.resolve import resolve
 from zfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Forward", "infer", "spmd"]
@@ -58,7 +60,7 @@ def spmd(
     Example:
         >>> import zfunc
         >>> x = zfunc.scatter({"w": torch.arange(4.0)}, zfunc.mesh(), Flat())
-        >>> spmd(lambda p: p["w"].norm() ** 2, zfunc.mesh())(x)
+        >>> spmd(lambda p: p["w"].square().sum(), zfunc.mesh())(x)
         tensor(14.)
     """
     mesh = as_mesh(mesh)
@@ -121,15 +123,17 @@ class Forward:
                 [leaf.local for leaf in leaves],
                 [[getattr(tensor, "local", tensor) for tensor in tensors]],
                 [None],
+                call=lambda fulls, _: call_forward(self._programs.function, table, fulls, args),
                 threads=torch.get_num_threads(),
             )
             proposal = Proposal(
                 compiled.digest,
                 hash_of(what, table.facts_hash),
-                lambda: compiled.lines,
                 lambda: f"{what}\n{table.facts}",
             )
-        agree(mesh, proposal, what)
+        digests = agree(mesh, proposal, what)
+        if len(set(digests)) > 1:
+            compiled = resolve(self._programs, compiled, digests, what, update=False)
         outcome = compiled.executor.run(inputs)
         if outcome.verdict is not None and outcome.verdict.failed_ranks:
             messages = exchange_failures(mesh, outcome.error, what)
@@ -137,7 +141,7 @@ class Forward:
                 raise_failures(list(outcome.verdict.failed_ranks), messages, what)
         if outcome.error is not None:
             raise outcome.error
-        return self._cut(compiled.aux(outcome.env, 0))
+        return self._cut(compiled.aux(outcome, 0))
 
     def lower(self, params_like: Any, *args_like: Any) -> Lowered:
         """Captures and plans without running; arguments may be `ShapeDtype`."""
@@ -155,8 +159,10 @@ class Forward:
             specs = tree.map(lambda leaf: _spec_of(leaf), params, is_leaf=is_sharded)
             self._tables[structure, dtypes] = ParamTable.of(params, self._mesh, {"params": specs}, False)
         table = self._tables[structure, dtypes]
-        argument, tensors = describe(tuple(args), "args", self._mesh.device)
-        return table, self._programs.forward(table, argument), tensors
+        dynamic = self._programs.is_dynamic(table)
+        argument, tensors = describe(tuple(args), "args", self._mesh.device, static=not dynamic)
+        compiled = self._programs.forward(table, argument)
+        return table, compiled, tensors if compiled.rung == "traced" else []
 
     def _cut(self, out: Any) -> Any:
         leaves, structure = tree.flatten(out)

@@ -16,7 +16,7 @@ from zfunc.init import abstract_state, init_state
 from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
-from zfunc.programs import Prefetch, Programs
+from zfunc.programs import Capture, Prefetch, Programs
 from zfunc.remat import Nothing
 from zfunc.remat import remat as rematerialised
 from zfunc.state import State
@@ -36,6 +36,7 @@ def shard(
     accum: int = 1,
     has_aux: bool = False,
     nonfinite: str = "skip",
+    capture: Capture | str = "auto",
     donate: bool = True,
 ) -> Step:
     """Transforms a loss into a sharded training step (ZeRO; Rajbhandari et al. 2020, section 5).
@@ -56,6 +57,9 @@ def shard(
         has_aux: whether the loss returns `(loss, aux)`.
         nonfinite: "skip" leaves a step out whose loss or gradient is not finite, "raise" raises
             `NonFiniteError`, "ignore" applies it.
+        capture: "traced" makes a graph of the loss; "dynamic" calls it as it is, between a gather of
+            all parameters and a reduce of all gradients; "auto" traces, and calls what cannot be
+            traced if that fits the budget; or a `Capture`.
         donate: whether a step writes into the state that it takes, whose use is then an error.
 
     Returns:
@@ -82,7 +86,7 @@ def shard(
     function = loss_fn if remat is None else rematerialised(loss_fn, remat)
     options = Options(specs, trainable, accum, has_aux, nonfinite, donate)
     mesh = as_mesh(mesh)
-    return Step(Training(mesh, options, Programs(function, mesh, prefetch), {}))
+    return Step(Training(mesh, options, Programs(function, mesh, prefetch, capture), {}))
 
 
 class Step:

@@ -18,6 +18,7 @@ from torch import Tensor
 from zfunc import optim, tree
 from zfunc.agree import Proposal, agree, exchange_failures, hash_of, raise_failures, telling_others
 from zfunc.capture import Argument, describe
+from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
 from zfunc.execute import Inputs, Outcome, Verdict
 from zfunc.meshes import Mesh
@@ -25,6 +26,7 @@ from zfunc.params import ParamTable
 from zfunc.program.ir import Program, Status
 from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
+from zfunc.resolve import resolve
 from zfunc.sharded import Sharded
 from zfunc.state import State
 from zfunc.update import Updated, commit, renew
@@ -74,6 +76,7 @@ class Prepared:
     table: ParamTable
     leaves: list[Sharded]
     compiled: Compiled
+    batches: list[Any]
     tensors: list[list[Any]]
     keys: list[Tensor | None]
 
@@ -87,7 +90,7 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
         ready = prepare(training, state.params, batch, state.key, number, state=state)
         context = ("step", number, state.tx, options.nonfinite)
         proposal = _proposal(training, ready, context)
-    agree(mesh, proposal, what)
+    ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=True)
     box: dict[str, Any] = {}
 
     def update(grads: list[Tensor | None], verdict: Verdict) -> None:
@@ -117,7 +120,7 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
     with telling_others(mesh, what):
         ready = prepare(training, params, batch, key, 0)
         proposal = _proposal(training, ready, (what,))
-    agree(mesh, proposal, what)
+    ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
     outcome, verdict = _run(training, ready, None, key, what)
     table, program = ready.table, ready.compiled.program
     sums = _reduced(program)
@@ -168,15 +171,18 @@ def prepare(
         batches = list(batch)
     arguments: list[Argument] = []
     tensors: list[list[Any]] = []
+    dynamic = training.programs.is_dynamic(table)
     for one in batches:
-        argument, found = describe(one, "batch", mesh.device)
+        argument, found = describe(one, "batch", mesh.device, static=not dynamic)
         arguments.append(argument)
         tensors.append(found)
     compiled = training.programs.loss(
         table, arguments, update=state is not None, has_aux=options.has_aux
     )
+    if compiled.rung == "dynamic":
+        tensors = [[] for _ in batches]
     folded = _fold_keys(training, key, number) if keys else [None] * options.accum
-    return Prepared(table, leaves, compiled, tensors, folded)
+    return Prepared(table, leaves, compiled, batches, tensors, folded)
 
 
 def known_leaves(
@@ -218,9 +224,18 @@ def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> 
     return Proposal(
         ready.compiled.digest,
         hash_of(facts),
-        lambda: ready.compiled.lines,
         lambda: "\n".join([*(f"{k}: {v}" for k, v in facts.items()), ready.table.facts]),
     )
+
+
+def _resolved(
+    training: Training, ready: Prepared, digests: tuple[bytes, ...], what: str, *, update: bool
+) -> Prepared:
+    """The same call, under a program that goes with those of the other ranks."""
+    if len(set(digests)) == 1:
+        return ready
+    compiled = resolve(training.programs, ready.compiled, digests, what, update=update)
+    return dataclasses.replace(ready, compiled=compiled)
 
 
 def _run(
@@ -239,6 +254,14 @@ def _run(
         pieces,
         ready.keys,
         update,
+        lambda fulls, micro: call_loss(
+            training.programs.function,
+            ready.table,
+            fulls,
+            [ready.batches[micro]],
+            ready.keys[micro],
+            has_aux=training.options.has_aux,
+        ),
         training.threads,
     )
     with _seeded(key, ready.compiled, int(mesh.rank)):
@@ -309,7 +332,7 @@ def _scalar(value: float) -> Tensor:
 
 
 def _aux(training: Training, compiled: Compiled, outcome: Outcome) -> Any:
-    each = [compiled.aux(outcome.env, m) for m in range(training.options.accum)]
+    each = [compiled.aux(outcome, m) for m in range(training.options.accum)]
     return each if training.options.accum > 1 else each[0]
 
 
@@ -318,8 +341,8 @@ def _mean_loss(program: Program, outcome: Outcome, verdict: Verdict) -> Tensor:
     mean = verdict.loss / total if total else math.nan
     first = program.micros[0].loss
     assert first is not None
-    dtype = program.values[first].spec.dtype
-    return torch.tensor(mean, dtype=dtype)
+    made = outcome.env[first]
+    return torch.tensor(mean, dtype=made.dtype)
 
 
 def _reduced(program: Program) -> Sequence[int | None]:

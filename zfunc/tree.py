@@ -140,7 +140,7 @@ def label(tree: Any, globs: Mapping[str, Any]) -> Any:
 
     Example:
         >>> label({"head": 0, "body": {"w": 0}}, {"head": "fast", "**": "slow"})
-        {'body': {'w': 'slow'}, 'head': 'fast'}
+        {'head': 'fast', 'body': {'w': 'slow'}}
     """
     patterns = {glob: re.compile(_translate(glob)) for glob in globs}
     seen: set[str] = set()
@@ -189,7 +189,7 @@ def mask(tree: Any, *globs: str) -> Any:
 
     Example:
         >>> mask({"w": 0, "b": 0}, "w")
-        {'b': False, 'w': True}
+        {'w': True, 'b': False}
     """
     rest = {} if "**" in globs else {"**": False}
     return label(tree, dict.fromkeys(globs, True) | rest)

@@ -21,7 +21,7 @@ from zfunc.errors import CaptureError, explain
 from zfunc.layout import ShapeDtype
 from zfunc.program.ir import Collective, Compute, Leaf, Micro, Op, Program, Ref, Value, reads, writes
 
-__all__ = ["to_program"]
+__all__ = ["leaf_of", "to_program"]
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _ZEROS = (torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default)
@@ -68,7 +68,8 @@ class _Builder:
                     expected="tensors of fixed shapes",
                     got=type(fake),
                     do="replace .item(), nonzero and boolean indexing by torch.where or masks",
-                )
+                ),
+                runs_dynamic=True,
             )
         storage = fake.untyped_storage()
         fresh = len(self.values)
@@ -106,7 +107,7 @@ def to_program(traced: Traced, name: str) -> Program:
             role = "leaf" if kind == "leaf" else "input"
             build.ids[node] = build.value(node.meta["val"], _placeholder(kind, slot), role)
             if kind == "leaf":
-                leaves.append(_leaf(slot, build.ids[node]))
+                leaves.append(leaf_of(slot, build.ids[node]))
             elif kind == "key":
                 key = build.ids[node]
             else:
@@ -138,7 +139,7 @@ def _placeholder(kind: str, slot: Any) -> str:
     return "key" if kind == "key" else "in" if isinstance(slot, Input) else f"{slot.path}.{kind}"
 
 
-def _leaf(slot: Any, full: int) -> Leaf:
+def leaf_of(slot: Any, full: int) -> Leaf:
     """The leaf-table entry of a slot that arrives whole."""
     layout = slot.layouts.params
     resident = layout.axis is None or layout.mesh.axis_size(layout.axis) == 1

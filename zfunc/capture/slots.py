@@ -72,13 +72,16 @@ def is_like(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor | ShapeDtype)
 
 
-def describe(value: Any, root: str, device: torch.device) -> tuple[Argument, list[Any]]:
+def describe(
+    value: Any, root: str, device: torch.device, *, static: bool = True
+) -> tuple[Argument, list[Any]]:
     """Flattens an argument that is not the parameters.
 
     Args:
         value: any tree of tensors, `ShapeDtype`, `Sharded` and Python values.
         root: what paths start with, such as "batch".
         device: where its tensors must be.
+        static: whether leaves that are no tensors must be hashable, to be part of a signature.
 
     Returns:
         The description, and per slot that is a tensor or `Sharded`, the leaf itself.
@@ -93,7 +96,7 @@ def describe(value: Any, root: str, device: torch.device) -> tuple[Argument, lis
         if isinstance(leaf, Sharded) or is_like(leaf):
             slots.append(_tensor_slot(value, root, index, leaf, device))
             tensors.append(leaf)
-        else:
+        elif static:
             slots.append(_static(value, root, index, leaf))
     return Argument(structure, tuple(slots)), tensors
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.capture import compat
+from zfunc.capture.outputs import split_loss
 from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static
 from zfunc.errors import CaptureError, explain
 from zfunc.scope import Scope, entered, scope
@@ -93,7 +94,10 @@ def trace_loss(
             leaves[index] = tensor
         arguments = tree.unflatten(params.structure, leaves), inputs
         out = loss_fn(*arguments, key=secret) if key else loss_fn(*arguments)
-        return _split_loss(out, has_aux, box)
+        loss, weight, aux = split_loss(out, has_aux)
+        box["weighted"] = weight is not None
+        weights = () if weight is None else (weight,)
+        return loss, weights + _split_aux(aux, box)
 
     def with_vjp(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
         loss, pull, extra = torch.func.vjp(
@@ -253,48 +257,11 @@ def _fill(slot: Any, tensors: Iterator[Tensor], current: Scope) -> Any:
     return tensor
 
 
-def _split_loss(out: Any, has_aux: bool, box: dict[str, Any]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Takes `loss`, `(sum, weight)` and aux apart; tensors of weight and aux come second."""
-    aux: Any = None
-    if has_aux:
-        if not (isinstance(out, tuple) and len(out) == 2):
-            raise _bad_loss("(loss, aux), since has_aux=True", out)
-        out, aux = out
-    weight: tuple[Tensor, ...] = ()
-    if isinstance(out, tuple):
-        if len(out) != 2:
-            raise _bad_loss("a loss, or (sum, weight)", out)
-        out, raw = out
-        if not isinstance(raw, Tensor):
-            raw = torch.full((), float(raw), dtype=torch.float64)
-        if raw.numel() != 1 or raw.is_complex():
-            raise _bad_loss("a weight of one element", raw)
-        weight = (raw.detach().reshape(()),)
-    if not isinstance(out, Tensor) or out.dim() or not out.is_floating_point():
-        raise _bad_loss("a 0-d floating tensor", out)
-    box["weighted"] = bool(weight)
-    return out, weight + _split_aux(aux, box)
-
-
 def _split_aux(aux: Any, box: dict[str, Any]) -> tuple[Tensor, ...]:
     """Takes the tensors out of a tree; structure and other leaves are kept aside."""
     leaves, box["aux"] = tree.flatten(aux)
     box["statics"] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def _bad_loss(expected: str, out: Any) -> CaptureError:
-    got = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else repr(type(out))
-    if isinstance(out, tuple):
-        got = f"a tuple of {len(out)}"
-    return CaptureError(
-        explain(
-            "the loss returned something else than a loss",
-            expected=expected,
-            got=got,
-            do="return loss.mean(), or (loss.sum(), weight); with has_aux=True a pair (loss, aux)",
-        )
-    )
 
 
 @contextlib.contextmanager
@@ -341,7 +308,8 @@ def _data_dependent(error: BaseException) -> CaptureError:
             expected="operators only, such as torch.where",
             got=str(error),
             do="keep the value a tensor, or decide outside the loss and pass the choice in the batch",
-        )
+        ),
+        runs_dynamic=True,
     )
 
 

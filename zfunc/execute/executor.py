@@ -22,6 +22,7 @@ from zfunc.execute.segments import Segment, compile_segments
 from zfunc.meshes import Handle, Mesh
 from zfunc.program.ir import (
     Accumulate,
+    Call,
     Collective,
     Free,
     Gather,
@@ -32,6 +33,7 @@ from zfunc.program.ir import (
     Status,
     Update,
     Wait,
+    writes,
 )
 
 __all__ = ["Executor", "Frame", "Inputs", "Outcome"]
@@ -46,6 +48,8 @@ class Inputs:
         micros: the tensors of each micro-batch, pieces of `Sharded` arguments among them.
         keys: the folded key of each micro-batch, or None.
         update: called with the reduced gradients and the verdict where the program says `update`.
+        call: called with the whole leaves and the micro-batch's number where the program says
+            `call`; returns what the op names, in order, and aux.
         threads: threads of native kernels.
     """
 
@@ -53,6 +57,7 @@ class Inputs:
     micros: Sequence[Sequence[Tensor]]
     keys: Sequence[Tensor | None]
     update: Callable[[list[Tensor | None], status.Verdict], None] | None = None
+    call: Callable[[list[Tensor], int], tuple[list[Tensor], Any]] | None = None
     threads: int = 1
 
 
@@ -66,6 +71,7 @@ class Frame:
         generators: recorded generator states by slot.
         waited_s: seconds spent waiting for collectives.
         error: what this rank raised, once it has.
+        aux: what called functions returned besides, per micro-batch.
         verdict: what the status op found.
     """
 
@@ -78,6 +84,7 @@ class Frame:
     error: BaseException | None = None
     verdict: status.Verdict | None = None
     total_weight: float = 0.0
+    aux: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,6 +97,7 @@ class Outcome:
         error: what this rank raised before the status op, or None.
         total_weight: the number of losses, or the total weight of weighted ones.
         waited_s: seconds spent waiting for collectives (exposed communication).
+        aux: what called functions returned besides, per micro-batch.
     """
 
     env: list[Any]
@@ -97,6 +105,7 @@ class Outcome:
     error: BaseException | None
     total_weight: float
     waited_s: float
+    aux: Mapping[int, Any]
 
 
 class Executor:
@@ -119,6 +128,7 @@ class Executor:
             Free: self.free,
             Accumulate: self.accumulate,
             Collective: self.collective,
+            Call: self.call,
             Rng: self.rng,
             Status: self.status,
             Update: self.update,
@@ -139,7 +149,7 @@ class Executor:
             self.abandon(frame)
             raise
         return Outcome(
-            frame.env, frame.verdict, frame.error, frame.total_weight, frame.waited_s
+            frame.env, frame.verdict, frame.error, frame.total_weight, frame.waited_s, frame.aux
         )
 
     def bind(self, inputs: Inputs) -> Frame:
@@ -161,10 +171,10 @@ class Executor:
 
     def perform(self, frame: Frame, item: Op | Segment) -> None:
         """Performs one item of the schedule, or its communication alone after a failure."""
-        if frame.error is not None and isinstance(item, Segment | Rng | Accumulate | Update):
+        if frame.error is not None and isinstance(item, Segment | Call | Rng | Accumulate | Update):
             return
         method = self._methods[type(item)]
-        if not isinstance(item, Segment | Rng) or self.mesh.comm is None:
+        if not isinstance(item, Segment | Call | Rng) or self.mesh.comm is None:
             method(frame, item)
             return
         try:
@@ -221,6 +231,14 @@ class Executor:
             call = self.mesh.comm.gather if op.name == "gather" else self.mesh.comm.reduce
             call(op.axis, [flat], [out.view(-1)]).wait()
         frame.env[op.out] = out
+
+    def call(self, frame: Frame, op: Call) -> None:
+        assert frame.inputs.call is not None
+        made, frame.aux[op.micro] = frame.inputs.call(
+            [frame.env[leaf] for leaf in op.leaves], op.micro
+        )
+        for out, tensor in zip(writes(op), made, strict=True):
+            frame.env[out] = tensor
 
     def rng(self, frame: Frame, op: Rng) -> None:
         if op.action == "record":

@@ -16,6 +16,7 @@ from zfunc.meshes import Mesh, chunk_numel, shard_range
 from zfunc.passes.buckets import BUCKET_BYTES, buckets
 from zfunc.program.ir import (
     Accumulate,
+    Call,
     Collective,
     Compute,
     Free,
@@ -42,6 +43,7 @@ def accumulate(
     update: bool,
     bucket_bytes: int = BUCKET_BYTES,
     leaf_order: Sequence[int] | None = None,
+    once: bool = False,
 ) -> Program:
     """Joins captured micro-batches to one program.
 
@@ -51,11 +53,12 @@ def accumulate(
         update: whether an optimizer update follows (mode "step"), else the gradients are results.
         bucket_bytes: see `buckets`.
         leaf_order: see `buckets`.
+        once: sum every gradient locally and reduce it once, whatever its spec says.
 
     Returns:
         A program in mode "step", "grad" or "forward".
     """
-    join = _Join(mesh, update)
+    join = _Join(mesh, update, once)
     for number, micro in enumerate(micros):
         join.append(micro, number)
     if micros[0].mode == "forward":
@@ -83,9 +86,10 @@ def accumulate(
 class _Join:
     """The program under construction: one table of values, one list of ops."""
 
-    def __init__(self, mesh: Mesh, update: bool):
+    def __init__(self, mesh: Mesh, update: bool, once: bool):
         self.mesh = mesh
         self.update = update
+        self.once = once
         self.leaves: list[Leaf] = []
         self.values: list[Value] = []
         self.ops: list[Op] = []
@@ -141,15 +145,19 @@ class _Join:
                 emit = after.setdefault(max(made[grad] for grad in fresh.values()), [])
                 for i, grad in fresh.items():
                     self._mark(grad, "grad" if self._steps(i) else "shard")
-                if self.leaves[group[0]].layouts.grads.axis is not None:
+                if self._per_micro(group[0]):
                     self._reduce_into(list(fresh), fresh, emit)
                 _add(fresh, sums, emit)
         end = after.setdefault(len(self.ops) - 1, [])
         for group in groups:
-            if self.leaves[group[0]].layouts.grads.axis is None:
+            if not self._per_micro(group[0]):
                 self._reduce_into([i for i in group if i in sums], sums, end)
         self.ops = [new for at, op in enumerate(self.ops) for new in (op, *after.get(at, ()))]
         return tuple(sums.get(i) for i, leaf in enumerate(self.leaves) if leaf.trainable)
+
+    def _per_micro(self, leaf: int) -> bool:
+        """Whether each micro-batch's gradient is reduced by itself."""
+        return not self.once and self.leaves[leaf].layouts.grads.axis is not None
 
     def _reduce_into(self, leaves: list[int], grads: dict[int, int], emit: list[Op]) -> None:
         """Sums the gradients of leaves over the mesh; `grads` then names the sums."""
@@ -227,6 +235,14 @@ def _rename(op: Op, names: dict[int, int], micro: int) -> Op:
         )
     if isinstance(op, Collective):
         return dataclasses.replace(op, source=names[op.source], out=names[op.out], micro=micro)
+    if isinstance(op, Call):
+        return Call(
+            tuple(names[leaf] for leaf in op.leaves),
+            None if op.loss is None else names[op.loss],
+            None if op.weight is None else names[op.weight],
+            tuple(names[grad] for grad in op.grads),
+            micro,
+        )
     return op
 
 

@@ -131,7 +131,7 @@ def op_seconds(op: Op, program: Program, hw: Hardware, axes: Mapping[str, int]) 
         axes: the size of each axis of the mesh.
 
     Returns:
-        Seconds; 0 for views, waits and frees.
+        Seconds; 0 for views, waits and frees, and for a `Call`, of which nothing is known.
     """
     if isinstance(op, Compute):
         touched = _touched_bytes(op, program.values)

@@ -19,6 +19,7 @@ from zfunc.layout import LeafLayouts, ShapeDtype
 
 __all__ = [
     "Accumulate",
+    "Call",
     "Collective",
     "Compute",
     "Free",
@@ -215,6 +216,25 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """Runs the user's function as it is, with its derivative (the dynamic rung).
+
+    Attributes:
+        leaves: the whole leaves that it is called with.
+        loss: the loss (the sum of a weighted one); None for a function without.
+        weight: its weight, 1 for a loss without; None for a function without.
+        grads: the gradient of every trainable leaf.
+        micro: the micro-batch.
+    """
+
+    leaves: tuple[int, ...]
+    loss: int | None
+    weight: int | None
+    grads: tuple[int, ...]
+    micro: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Rng:
     """Keeps or sets the generator's state, so that recomputation draws the same numbers.
 
@@ -255,7 +275,7 @@ class Update:
     grads: tuple[int | None, ...]
 
 
-Op = Compute | Gather | Reduce | Wait | Free | Accumulate | Collective | Rng | Status | Update
+Op = Compute | Gather | Reduce | Wait | Free | Accumulate | Collective | Call | Rng | Status | Update
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -320,6 +340,8 @@ def reads(op: Op) -> tuple[int, ...]:
         return op.into + op.ins
     if isinstance(op, Collective):
         return (op.source,)
+    if isinstance(op, Call):
+        return op.leaves
     if isinstance(op, Status):
         return op.losses + op.weights + tuple(g for g in op.grads if g is not None)
     if isinstance(op, Update):
@@ -335,4 +357,7 @@ def writes(op: Op) -> tuple[int, ...]:
         return op.outs
     if isinstance(op, Collective):
         return (op.out,)
+    if isinstance(op, Call):
+        ends = () if op.loss is None or op.weight is None else (op.loss, op.weight)
+        return ends + op.grads
     return ()

@@ -17,6 +17,8 @@ The format is stable: tests compare it with stored files, and errors point at it
             | "free" VALUE [ "=" LEAF ] { "," ... } BYTES
             | "accumulate" VALUE "+=" VALUE { "," ... }
             | "collective" typed "=" NAME "(" VALUE ")" "over" AXIS [ "micro" INT ]
+            | "call" "of" VALUES [ "loss" VALUE "weight" VALUE ] [ "grads" typed { "," typed } ]
+              [ "micro" INT ]
             | "rng" ACTION SLOT
             | "status" "losses" VALUES [ "weights" VALUES ] "grads" INT "of" INT
             | "update" INT "leaves" [ HOW ]
@@ -44,6 +46,7 @@ from zfunc.layout import ShapeDtype
 from zfunc.program.digest import digest, spec_text
 from zfunc.program.ir import (
     Accumulate,
+    Call,
     Collective,
     Compute,
     Free,
@@ -79,7 +82,7 @@ def as_text(program: Program, *, max_lines: int | None = None, update: str | Non
     lines = [printer.header()]
     lines += [printer.inputs(number, micro) for number, micro in enumerate(program.micros)]
     for op in {id(op): op for op in program.derived.values()}.values():
-        lines.append(f"      derive     {printer.call(op)}")
+        lines.append(f"      derive     {printer.equation(op)}")
     lines += [f"{at:>5} {printer.op(program.ops[at])}" for at in range(count)]
     if count < len(program.ops):
         lines.append(f"  ... {len(program.ops) - count} more ops")
@@ -200,7 +203,7 @@ class _Printer:
         method = getattr(self, type(op).__name__.lower())
         return f"{type(op).__name__.lower():<10} {method(op)}"
 
-    def call(self, op: Compute) -> str:
+    def equation(self, op: Compute) -> str:
         outs = ["_" if out is None else self.typed(out) for out in op.outs]
         left = f"({', '.join(outs)})" if op.packed else outs[0]
         arguments = [self.argument(arg) for arg in op.args]
@@ -220,7 +223,7 @@ class _Printer:
 
     def compute(self, op: Compute) -> str:
         regions = [f"remat {'/'.join(op.regions)}"] if op.regions else []
-        return "  ".join([self.call(op), op.phase, *regions, *_micro(op.micro)])
+        return "  ".join([self.equation(op), op.phase, *regions, *_micro(op.micro)])
 
     def gather(self, op: Gather) -> str:
         pairs = zip(op.leaves, op.outs, strict=True)
@@ -250,6 +253,13 @@ class _Printer:
     def collective(self, op: Collective) -> str:
         made = f"{self.typed(op.out)} = {op.name}({self.name(op.source)})"
         return "  ".join([f"{made}  over {op.axis}", *_micro(op.micro)])
+
+    def call(self, op: Call) -> str:
+        ends = [("loss", op.loss), ("weight", op.weight)]
+        parts = [f"of {self.names(op.leaves)}"]
+        parts += [f"{what} {self.name(value)}" for what, value in ends if value is not None]
+        parts += [f"grads {', '.join(map(self.typed, op.grads))}"] if op.grads else []
+        return "  ".join([*parts, *_micro(op.micro)])
 
     def rng(self, op: Rng) -> str:
         return f"{op.action} {op.slot}"

@@ -1,0 +1,99 @@
+"""The dynamic rung: a function that Python must run, called as it is between gathers and reduces.
+
+For losses whose control flow depends on values. Plain autograd differentiates it on copies of the
+whole leaves; whatever it does, the collectives around it are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc import tree
+from zfunc.capture.outputs import split_loss
+from zfunc.errors import CaptureError, explain
+from zfunc.params import ParamTable
+from zfunc.scope import Scope, entered
+
+__all__ = ["call_forward", "call_loss"]
+
+
+def call_loss(
+    loss_fn: Callable[..., Any],
+    table: ParamTable,
+    fulls: Sequence[Tensor],
+    arguments: Sequence[Any],
+    key: Tensor | None,
+    *,
+    has_aux: bool,
+) -> tuple[list[Tensor], Any]:
+    """Runs a loss and its gradient.
+
+    Args:
+        loss_fn: the user's loss.
+        table: its parameters.
+        fulls: the whole leaves.
+        arguments: what it is called with besides parameters.
+        key: its key, or None if it takes none.
+        has_aux: whether it returns `(loss, aux)`.
+
+    Returns:
+        Loss, weight (1 for a loss without) and the gradient of every trainable leaf; and aux.
+
+    Raises:
+        CaptureError: it writes into a parameter.
+    """
+    leaves = [full.detach() for full in fulls]
+    diff = [leaves[i].requires_grad_() for i in table.trainable]
+    versions = [full._version for full in fulls]
+    keys = {} if key is None else {"key": key}
+    with torch.enable_grad(), entered(Scope({}, None)):
+        loss, weight, aux = split_loss(loss_fn(table.rebuild(leaves), *arguments, **keys), has_aux)
+    grads: Sequence[Tensor | None] = [None] * len(diff)
+    if loss.requires_grad:
+        grads = torch.autograd.grad(loss, diff, allow_unused=True)
+    for slot, full, version in zip(table.slots, fulls, versions, strict=True):
+        if full._version != version:
+            raise CaptureError(
+                explain(
+                    f"the loss writes into its argument {slot.path} in place",
+                    expected="a function without side effects",
+                    do="clone before writing, or return the new value (has_aux=True)",
+                )
+            )
+    if weight is None:
+        weight = torch.ones((), dtype=torch.float64)
+    owned = _owned(grads, diff)
+    return [loss.detach(), weight, *owned], _detached(aux)
+
+
+def call_forward(
+    fn: Callable[..., Any], table: ParamTable, fulls: Sequence[Tensor], arguments: Sequence[Any]
+) -> tuple[list[Tensor], Any]:
+    """Runs a function of whole parameters without a derivative; its result counts as aux."""
+    with torch.no_grad(), entered(Scope({}, None)):
+        out = fn(table.rebuild([full.detach() for full in fulls]), *arguments)
+    return [], _detached(out)
+
+
+def _owned(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Dense contiguous gradients that share no storage with anything."""
+    seen = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    owned = []
+    for grad, leaf in zip(grads, leaves, strict=True):
+        if grad is None:
+            owned.append(torch.zeros_like(leaf, memory_format=torch.contiguous_format).detach())
+            continue
+        dense = grad.to_dense() if grad.layout != torch.strided else grad
+        if not dense.is_contiguous() or dense.untyped_storage().data_ptr() in seen:
+            dense = dense.clone(memory_format=torch.contiguous_format)
+        seen.add(dense.untyped_storage().data_ptr())
+        owned.append(dense.detach())
+    return owned
+
+
+def _detached(out: Any) -> Any:
+    return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)

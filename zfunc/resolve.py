@@ -1,0 +1,187 @@
+"""Resolve: ranks whose programs communicate differently find one sequence that serves all.
+
+What every rank states is exchanged, so all come to the same conclusion: the union of their
+programs if it is not much longer than the longest and fits every budget, else the program that
+gathers all leaves first, else one error everywhere. A resolution is remembered by the digests of all
+ranks, so a pattern that returns costs a lookup.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zfunc.agree import exchange_facts
+from zfunc.errors import BudgetError, ProgramMismatchError, explain
+from zfunc.passes import stages
+from zfunc.passes.buckets import first_uses
+from zfunc.passes.live import live_bytes
+from zfunc.passes.union import Unit, merge_all, units, with_ghosts, with_zero_grads
+from zfunc.passes.whole import whole_program
+from zfunc.program.ir import Collective, Program
+from zfunc.programs import Compiled, Programs
+
+__all__ = ["resolve"]
+
+_LONGEST = 1.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Resolution:
+    """What all ranks settled on.
+
+    Attributes:
+        leaf_order: the leaves that some rank uses, in an order that suits all.
+        grads: the leaves for which some rank has a gradient.
+        merged: the common sequence; None for the program that gathers all leaves first.
+    """
+
+    leaf_order: tuple[int, ...]
+    grads: tuple[int, ...]
+    merged: tuple[Unit, ...] | None
+
+
+def resolve(
+    programs: Programs, own: Compiled, digests: tuple[bytes, ...], what: str, *, update: bool
+) -> Compiled:
+    """Finds the program that this rank runs when ranks captured different ones.
+
+    Args:
+        programs: the cache of the function.
+        own: what this rank captured.
+        digests: of every rank's program.
+        what: the call, for messages.
+        update: whether an optimizer update follows.
+
+    Returns:
+        This rank's computation under a sequence of collectives that all ranks share.
+
+    Raises:
+        BudgetError: neither way fits every rank.
+        ProgramMismatchError: the functions' own collectives differ.
+        RemoteRankError: another rank failed.
+    """
+    known: Compiled | None = programs.resolved.get((own, digests))
+    if known is not None:
+        return known
+    agreed: _Resolution | None = programs.resolved.get(digests)
+    if agreed is None:
+        agreed = _negotiate(programs, own, what, update)
+        programs.resolved.put(digests, agreed)
+    if agreed.merged is None:
+        program = _whole(programs, own, update)
+    else:
+        program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
+    compiled = own.with_program(program, programs.mesh)
+    programs.resolved.put((own, digests), compiled)
+    return compiled
+
+
+def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _Resolution:
+    """Exchanges what ranks use, then their sequences; every rank comes to the same result."""
+    mesh = programs.mesh
+    rows = exchange_facts(mesh, _facts(own), what)
+    if any(row["asks"] != rows[0]["asks"] for row in rows):
+        raise ProgramMismatchError(
+            explain(
+                f"{what}: the functions' own collectives differ between ranks",
+                expected=f"rank 0: {rows[0]['asks']}",
+                got=next(f"rank {r}: {x['asks']}" for r, x in enumerate(rows) if x != rows[0]),
+                do="call gather and scatter inside the function on every rank alike",
+            )
+        )
+    order = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
+    grads = tuple(sorted({leaf for row in rows for leaf in row["grads"]}))
+    agreed = _Resolution(order, grads, None)
+    if all(row["traced"] for row in rows):
+        sequences = exchange_facts(mesh, _try_units(programs, own, agreed, update), what)
+        if None not in sequences:
+            merged = tuple(merge_all(sequences))
+            longest = max(map(len, sequences))
+            fits = len(merged) <= _LONGEST * longest and _fits(
+                programs, own, dataclasses.replace(agreed, merged=merged), update
+            )
+            if all(exchange_facts(mesh, fits, what)):
+                return dataclasses.replace(agreed, merged=merged)
+    exchange_facts(mesh, _try_whole(programs, own, update), what)
+    return agreed
+
+
+def _facts(own: Compiled) -> dict[str, Any]:
+    """What a rank states about its captured function."""
+    asks = [
+        (op.name, op.axis, op.shape)
+        for micro in own.micros
+        for op in micro.ops
+        if isinstance(op, Collective)
+    ]
+    grads = {
+        i for micro in own.micros for i, g in enumerate(micro.micros[0].grads) if g is not None
+    }
+    return {
+        "traced": own.rung == "traced",
+        "asks": asks,
+        "order": list(dict.fromkeys(_uses(own.micros))),
+        "grads": sorted(grads),
+    }
+
+
+def _uses(micros: Sequence[Program]) -> Iterator[int]:
+    """Parameters in the order of first use."""
+    for micro in micros:
+        for leaf in first_uses(micro.leaves, micro.ops, {}):
+            if micro.leaves[leaf].is_param:
+                yield leaf
+
+
+def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> Program:
+    """The rank's program with agreed buckets and gradients, every collective awaited at once."""
+    micros = own.micros
+    if micros[0].mode != "forward":
+        micros = tuple(with_zero_grads(micro, agreed.grads) for micro in micros)
+    built = dict(
+        stages(
+            micros,
+            programs.mesh,
+            update=update,
+            live_bytes=programs.prefetch.live_bytes,
+            ahead_bytes=0,
+            leaf_order=agreed.leaf_order,
+        )
+    )
+    return built["pack"]
+
+
+def _try_units(
+    programs: Programs, own: Compiled, agreed: _Resolution, update: bool
+) -> list[Unit] | None | Exception:
+    try:
+        return units(_packed(programs, own, agreed, update))
+    except BudgetError:
+        return None
+    except Exception as error:
+        return error
+
+
+def _fits(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> bool:
+    """Whether the union keeps this rank's budget."""
+    assert agreed.merged is not None
+    program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
+    sizes = dict(programs.mesh.axes)
+    during = live_bytes(program.ops, program.values, program.leaves, sizes)
+    return max(during, default=0) <= (program.limit_bytes or 0)
+
+
+def _whole(programs: Programs, own: Compiled, update: bool) -> Program:
+    return whole_program(
+        own.micros, programs.mesh, update=update, live_bytes=programs.prefetch.live_bytes
+    )
+
+
+def _try_whole(programs: Programs, own: Compiled, update: bool) -> bool | Exception:
+    try:
+        _whole(programs, own, update)
+    except Exception as error:
+        return error
+    return True
