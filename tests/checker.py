@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from tests.equivalence import CheckError, check_same_computation
 from zfunc.program.ir import (
     Accumulate,
+    Call,
     Collective,
     Compute,
     Free,
@@ -232,6 +233,11 @@ class _Machine:
     def collective(self, op: Collective) -> None:
         self.read(op.source)
         self.write(op.out)
+
+    def call(self, op: Call) -> None:
+        for value in reads(op):
+            self.read(value)
+        self.write(*writes(op))
 
     def rng(self, op: Rng) -> None:
         if op.action == "record":

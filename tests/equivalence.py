@@ -18,6 +18,7 @@ import torch
 
 from zfunc.program.ir import (
     Accumulate,
+    Call,
     Collective,
     Compute,
     Program,
@@ -181,6 +182,9 @@ class _Naming:
         elif isinstance(op, Collective):
             key = ("collective", op.name, op.axis, op.shape, self._read(op.source))
             self._make(op.micro, self._intern(*key), (op.out,), record=True)
+        elif isinstance(op, Call):
+            key = self._intern("call", *map(self._read, reads(op)))
+            self._make(op.micro, key, writes(op), record=True)
         elif isinstance(op, Reduce):
             for value, out in zip(op.ins, op.outs, strict=True):
                 terms = self._summands(value).items()

@@ -17,7 +17,7 @@ import torch
 from tests.programs import Draft, aten, capture, draft_step
 from zfunc.passes import stages
 from zfunc.program.digest import digest
-from zfunc.program.ir import Accumulate, Collective, Micro, Program, Reduce, Rng, Status
+from zfunc.program.ir import Accumulate, Call, Collective, Micro, Program, Reduce, Rng, Status
 from zfunc.program.text import as_text, bytes_text, op_text, short_path, text_digest
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -52,6 +52,7 @@ def _every_op() -> Program:
         Reduce("replica", (0, 1), (x, piece), (total, more), False, 5, 2_000_000),
         Accumulate((total,), (more,)),
         Collective("gather", "shard", piece, d.value((4,)), (4,), 1),
+        Call((0, 1), piece, x, (total, more), 1),
         Status((piece,), (x,), (None, total)),
     ]
     return d.program(Micro((x,), key, piece, x, (None, None), (total, more)), limit=1_540_000)
