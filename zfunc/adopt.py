@@ -1,8 +1,8 @@
 """Adopt: the state of one step becomes a state of another on the same processes.
 
-Leaves whose layout changes are gathered one at a time and cut anew; what the optimizer keeps is matched
-by path, so a leaf that trains in both steps keeps its moments and counts, and a newly trained one
-starts at 0.
+Leaves whose layout changes are gathered one at a time and cut anew; what the optimizer keeps is
+matched by path, so a leaf that trains in both steps keeps its moments and counts, and a newly
+trained one starts at 0.
 """
 
 from __future__ import annotations

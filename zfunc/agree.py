@@ -1,8 +1,8 @@
 """Agreement: before the first collective of a call, every rank learns that all others will follow.
 
 The ranks exchange a small frame on the control group: whether preparing failed, the digest of the
-program, a hash of all that must be equal, and the count of steps. A rank that failed makes every rank
-raise; nothing was communicated yet, and the state from before stays valid.
+program, a hash of all that must be equal, and the count of steps. A rank that failed makes every
+rank raise; nothing was communicated yet, and the state from before stays valid.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Collectives as transforms: `gather` and `scatter`, inside a loss and outside.
 
-Each is an `autograd.Function` whose backward is the other: gather and scatter(reduce="sum") are each
-other's transpose, "mean" transposes to gather / n, "slice" to zeros around the piece. During capture
-they become ops of the program; outside they communicate at once. Derivatives in forward mode and
-vmap have no rule here: torch refuses them rather than answer with zeros.
+Each is an `autograd.Function` whose backward is the other: gather and scatter(reduce="sum") are
+each other's transpose, "mean" transposes to gather / n, "slice" to zeros around the piece. During
+capture they become ops of the program; outside they communicate at once. Derivatives in forward
+mode and vmap have no rule here: torch refuses them rather than answer with zeros.
 """
 
 from __future__ import annotations

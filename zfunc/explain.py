@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from zfunc.programs import Compiled, Programs
 from zfunc.program.ir import Compute, Gather, Program
+from zfunc.programs import Compiled, Programs
 
 __all__ = ["Explanation", "SignatureReport", "explain_programs"]
 

@@ -1,8 +1,8 @@
 """Init: from a tree, or from a function that makes one, to this rank's pieces.
 
-A function is traced once and its ops are run in order; each leaf is cut and dropped as soon as nothing
-reads it any more. So the full model never exists on one rank, and a draw is what it would be if the
-function were run as it is.
+A function is traced once and its ops are run in order; each leaf is cut and dropped as soon as
+nothing reads it any more. So the full model never exists on one rank, and a draw is what it would
+be if the function were run as it is.
 """
 
 from __future__ import annotations

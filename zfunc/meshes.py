@@ -110,7 +110,7 @@ class Mesh:
     axes: Mapping[str, int]
     rank: int = 0
     processes: tuple[int, ...] = ()
-    device: torch.device = torch.device("cpu")
+    device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
     hw: Hardware = Hardware()
     comm: Comm | None = dataclasses.field(default=None, repr=False)
 
@@ -181,7 +181,7 @@ class Mesh:
         return "mesh[" + " ".join(f"{name}:{size}" for name, size in self.axes.items()) + "]"
 
 
-def abstract_mesh(axes: Mapping[str, int], *, hw: Hardware = Hardware()) -> Mesh:  # noqa: B008
+def abstract_mesh(axes: Mapping[str, int], *, hw: Hardware = Hardware()) -> Mesh:
     """Makes a mesh of names and sizes only: programs for any world on one CPU.
 
     Args:
@@ -216,7 +216,7 @@ def check_axes(axes: Mapping[str, int]) -> None:
 
 
 def chunk_numel(numel: int, size: int) -> int:
-    """The elements of one piece of a tensor cut for an axis of `size` ranks (the last may be short)."""
+    """The elements of one piece of a tensor cut for `size` ranks; the last may be shorter."""
     return -(-numel // size)
 
 

@@ -99,7 +99,9 @@ class ParamTable:
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The tree with other leaves in place of its tensors; static leaves stay."""
         remaining = iter(leaves)
-        filled = [s.value if isinstance(s, Static) else next(remaining) for s in self.argument.slots]
+        filled = [
+            s.value if isinstance(s, Static) else next(remaining) for s in self.argument.slots
+        ]
         return tree.unflatten(self.argument.structure, filled)
 
     def trainable_tree(self, leaves: Sequence[Any]) -> Any:
@@ -147,7 +149,9 @@ def compare_checksums(sums: Sequence[int], paths: Sequence[str], mesh: Mesh) -> 
     for rank, row in enumerate(rows):
         if row == rows[0]:
             continue
-        differing = [i for i in range(len(paths)) if row[4 * i : 4 * i + 4] != rows[0][4 * i : 4 * i + 4]]
+        differing = [
+            i for i in range(len(paths)) if row[4 * i : 4 * i + 4] != rows[0][4 * i : 4 * i + 4]
+        ]
         raise LayoutError(
             explain(
                 f"{paths[differing[0]] if differing else 'params'} differs between ranks",

@@ -1,8 +1,9 @@
 """Programs: the cache from signatures to compiled programs of one function.
 
-Capturing and planning happen once per signature; a step whose signature is known costs a lookup. The
-cache is bounded: the program used longest ago is dropped first. A function that cannot be traced, or
-that comes with ever new shapes, goes to the dynamic rung, if all that it needs whole fits.
+Capturing and planning happen once per signature; a step whose signature is known costs a lookup.
+The cache is bounded: the program used longest ago is dropped first. A function that cannot be
+traced, or that comes with ever new shapes, goes to the dynamic rung, if all that it needs whole
+fits.
 """
 
 from __future__ import annotations
@@ -394,5 +395,3 @@ def takes_key(function: Callable[..., Any]) -> bool:
         return "key" in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return False
-
-

@@ -336,9 +336,7 @@ def _draw_memory(axes: Axes, plan: _Plan) -> None:
 
 def _note(axes: Axes, text: str, x: float, y: float, *, right: bool) -> None:
     shift, side = (-4, "right") if right else (4, "left")
-    axes.annotate(
-        text, (x, y), xytext=(shift, 3), textcoords="offset points", fontsize=6, ha=side
-    )
+    axes.annotate(text, (x, y), xytext=(shift, 3), textcoords="offset points", fontsize=6, ha=side)
 
 
 def _label_time(axes: Axes, plan: _Plan) -> None:

@@ -2,8 +2,8 @@
 
 What every rank states is exchanged, so all come to the same conclusion: the union of their
 programs if it is not much longer than the longest and fits every budget, else the program that
-gathers all leaves first, else one error everywhere. A resolution is remembered by the digests of all
-ranks, so a pattern that returns costs a lookup.
+gathers all leaves first, else one error everywhere. A resolution is remembered by the digests of
+all ranks, so a pattern that returns costs a lookup.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool
 
 def _try_units(
     programs: Programs, own: Compiled, agreed: _Resolution, update: bool
-) -> list[Unit] | None | Exception:
+) -> list[Unit] | Exception | None:
     try:
         return units(_packed(programs, own, agreed, update))
     except BudgetError:

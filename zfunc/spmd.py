@@ -1,8 +1,8 @@
 """`spmd` and `infer`: any pure function of sharded parameters, without a gradient of its own.
 
-Both capture the function, run the same passes as a step, and schedule its gathers; they differ only in
-what they return. `spmd` is the general transform (statistics, Hessian-vector products, evaluation),
-`infer` is a forward whose results each rank keeps.
+Both capture the function, run the same passes as a step, and schedule its gathers; they differ only
+in what they return. `spmd` is the general transform (statistics, Hessian-vector products,
+evaluation), `infer` is a forward whose results each rank keeps.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ class Forward:
         dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in tree.leaves(params))
         if (structure, dtypes) not in self._tables:
             specs = tree.map(lambda leaf: _spec_of(leaf), params, is_leaf=is_sharded)
-            self._tables[structure, dtypes] = ParamTable.of(params, self._mesh, {"params": specs}, False)
+            self._tables[structure, dtypes] = ParamTable.of(
+                params, self._mesh, {"params": specs}, False
+            )
         table = self._tables[structure, dtypes]
         dynamic = self._programs.is_dynamic(table)
         argument, tensors = describe(tuple(args), "args", self._mesh.device, static=not dynamic)

@@ -1,7 +1,8 @@
 """State: everything that a training run is, as one frozen value.
 
-`step(state, batch)` takes a state and returns the next one; skip, rollback and resume are choices of
-which value to keep. A state is a tree: the optimizer and the layouts are static, the rest are tensors.
+`step(state, batch)` takes a state and returns the next one; skip, rollback and resume are choices
+of which value to keep. A state is a tree: the optimizer and the layouts are static, the rest are
+tensors.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from zfunc.adopt import adopt
@@ -45,7 +44,8 @@ def shard(
     `(sum, weight)` instead; the objective is then the total sum over the total weight.
 
     Args:
-        loss_fn: a pure function `loss_fn(params, batch)`, or with a keyword argument `key`, of whole
+        loss_fn: a pure function `loss_fn(params, batch)`, or with a keyword argument `key`, of
+        whole
             parameters and this rank's batch. Returns a 0-d floating tensor, or `(sum, weight)`;
             with `has_aux` a pair of that and any tree.
         mesh: from `zfunc.mesh`, `local_mesh` or `abstract_mesh`, or torch's `DeviceMesh`.
@@ -57,7 +57,8 @@ def shard(
         has_aux: whether the loss returns `(loss, aux)`.
         nonfinite: "skip" leaves a step out whose loss or gradient is not finite, "raise" raises
             `NonFiniteError`, "ignore" applies it.
-        capture: "traced" makes a graph of the loss; "dynamic" calls it as it is, between a gather of
+        capture: "traced" makes a graph of the loss; "dynamic" calls it as it is, between a gather
+        of
             all parameters and a reduce of all gradients; "auto" traces, and calls what cannot be
             traced if that fits the budget; or a `Capture`.
         donate: whether a step writes into the state that it takes, whose use is then an error.
@@ -147,8 +148,8 @@ class Step:
             key: for a loss that takes one.
 
         Returns:
-            `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Gradients are `Sharded` by the
-            grads spec: zeros for leaves that the loss does not use, None for frozen ones.
+            `(loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Gradients are `Sharded` by
+            the grads spec: zeros for leaves that the loss does not use, None for frozen ones.
         """
         return gradients(self._training, params, batch, key)
 

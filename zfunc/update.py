@@ -1,8 +1,8 @@
 """Update: the commit point's other half, from reduced gradients to the next state.
 
-The optimizer works on this rank's pieces. Parameters that are whole on every rank (ZeRO-1 and -2) lend
-it their slice and are gathered again after it. A donated state's leases are consumed here and nowhere
-earlier, so that any fault before leaves it valid.
+The optimizer works on this rank's pieces. Parameters that are whole on every rank (ZeRO-1 and -2)
+lend it their slice and are gathered again after it. A donated state's leases are consumed here and
+nowhere earlier, so that any fault before leaves it valid.
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     def __init__(
-        self, vocab: int = 8192, width: int = 512, layers: int = 8, heads: int = 8, tokens: int = 128
+        self,
+        vocab: int = 8192,
+        width: int = 512,
+        layers: int = 8,
+        heads: int = 8,
+        tokens: int = 128,
     ):
         super().__init__()
         self.emb, self.pos = nn.Embedding(vocab, width), nn.Embedding(tokens, width)

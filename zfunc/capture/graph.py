@@ -19,7 +19,18 @@ from zfunc.capture.slots import Input, LeafSlot
 from zfunc.capture.trace import Traced
 from zfunc.errors import CaptureError, explain
 from zfunc.layout import ShapeDtype
-from zfunc.program.ir import Collective, Compute, Leaf, Micro, Op, Program, Ref, Value, reads, writes
+from zfunc.program.ir import (
+    Collective,
+    Compute,
+    Leaf,
+    Micro,
+    Op,
+    Program,
+    Ref,
+    Value,
+    reads,
+    writes,
+)
 
 __all__ = ["leaf_of", "to_program"]
 
@@ -41,7 +52,7 @@ class _Builder:
     fakes: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
     def own(self, source: int, phase: str, *, dense: bool) -> int:
-        """A value that an output may be: no alias of an argument, and if `dense`, of nothing else."""
+        """A value that an output may be: alias of no argument, and if `dense`, of nothing."""
         fake, owner = self.fakes[source], self.values[self.values[source].owner]
         borrowed = owner.role in ("leaf", "input", "constant")
         loose = not fake.is_contiguous() or owner.nbytes != self.values[source].spec.nbytes
@@ -64,7 +75,7 @@ class _Builder:
         if not isinstance(fake, torch.Tensor) or any(not isinstance(n, int) for n in fake.shape):
             raise CaptureError(
                 explain(
-                    f"{self.name} makes a value whose shape or content Python needs to know ({name})",
+                    f"{self.name} makes a value that Python must look into ({name})",
                     expected="tensors of fixed shapes",
                     got=type(fake),
                     do="replace .item(), nonzero and boolean indexing by torch.where or masks",
@@ -120,7 +131,9 @@ def to_program(traced: Traced, name: str) -> Program:
             _add_call(build, node, phase)
     outputs = _outputs(build, nodes[-1])
     micro = _micro(build, traced, outputs, tuple(inputs), key, leaves)
-    keep = tuple(out for out in (micro.loss, micro.weight, *micro.grads, *micro.aux) if out is not None)
+    keep = tuple(
+        out for out in (micro.loss, micro.weight, *micro.grads, *micro.aux) if out is not None
+    )
     return Program(
         name,
         "grad" if traced.has_loss else "forward",
@@ -161,7 +174,9 @@ def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:
         return
     packed = isinstance(fake, tuple | list)
     outs = tuple(
-        None if item is None else build.value(item, f"{node.name}.{k}" if packed else node.name, "activation")
+        None
+        if item is None
+        else build.value(item, f"{node.name}.{k}" if packed else node.name, "activation")
         for k, item in enumerate(fake if packed else [fake])
     )
     _check_call(build, node)

@@ -1,9 +1,9 @@
 """Trace: a function becomes one graph of torch operators, on fake tensors.
 
 The loss is traced together with its derivative: `make_fx` over `torch.func.vjp`, or, for the closed
-list of functions that functorch refuses, over `torch.autograd.grad` on copies of the leaves. The two
-graphs hold the same operators but for detach nodes. `torch.func` is traced, never run: run, it would
-keep a second-order graph alive and double the peak of memory.
+list of functions that functorch refuses, over `torch.autograd.grad` on copies of the leaves. The
+two graphs hold the same operators but for detach nodes. `torch.func` is traced, never run: run, it
+would keep a second-order graph alive and double the peak of memory.
 """
 
 from __future__ import annotations
@@ -100,9 +100,7 @@ def trace_loss(
         return loss, weights + _split_aux(aux, box)
 
     def with_vjp(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
-        loss, pull, extra = torch.func.vjp(
-            lambda *diff: loss_of(diff, *rest), *diff, has_aux=True
-        )
+        loss, pull, extra = torch.func.vjp(lambda *diff: loss_of(diff, *rest), *diff, has_aux=True)
         box["num_forward"] = compat.num_nodes()
         return (loss, *extra, *pull(torch.ones_like(loss)))
 
@@ -269,14 +267,16 @@ def _pure() -> Iterator[None]:
     """Refuses a function that moves a generator of torch, numpy or random while it is traced."""
     before = _generator_states()
     yield
-    for name, old, new in zip(("torch", "numpy", "random"), before, _generator_states(), strict=True):
+    for name, old, new in zip(
+        ("torch", "numpy", "random"), before, _generator_states(), strict=True
+    ):
         if old != new:
             raise CaptureError(
                 explain(
                     f"the function moves {name}'s generator from Python",
                     expected="random numbers that are part of the graph",
                     got=f"a changed state of {name}'s generator: later steps would repeat one draw",
-                    do="draw with zfunc.random from a `key` argument, or pass the numbers in the batch",
+                    do="draw with zfunc.random from a `key` argument, or pass numbers in the batch",
                 )
             )
 
@@ -307,7 +307,7 @@ def _data_dependent(error: BaseException) -> CaptureError:
             f"Python control flow depends on a tensor's value at {_user_line(error)}",
             expected="operators only, such as torch.where",
             got=str(error),
-            do="keep the value a tensor, or decide outside the loss and pass the choice in the batch",
+            do="keep the value a tensor, or decide outside and pass the choice in the batch",
         ),
         runs_dynamic=True,
     )

@@ -1,9 +1,9 @@
 """The executor: one loop over the program, one method per op.
 
-It knows nothing of models, optimizers or schedules: it binds inputs, performs ops in order and hands
-back what the program names as outputs. A rank that fails in the middle of a step performs the
-remaining communication (its own shards, zeros for what it could not compute), so that no other
-rank waits for it, and says so in the status.
+It knows nothing of models, optimizers or schedules: it binds inputs, performs ops in order and
+hands back what the program names as outputs. A rank that fails in the middle of a step performs the
+remaining communication (its own shards, zeros for what it could not compute), so that no other rank
+waits for it, and says so in the status.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rank contributes an error flag, a non-finite flag, its loss and the sum of squares of its piece
 of every gradient, in float64. The sums are taken in rank order from gathered values, never by MAX
-(gloo's MAX loses NaN), and what several ranks hold alike counts once. Squares are summed per leaf, so
-the norm of any set of leaves follows without another message.
+(gloo's MAX loses NaN), and what several ranks hold alike counts once. Squares are summed per leaf,
+so the norm of any set of leaves follows without another message.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def agree(mesh: Mesh, own: Report, layouts: Sequence[Layout]) -> Verdict:
 
 
 def contributes(mesh: Mesh, rank: int, axis: str | None) -> bool:
-    """Whether a rank's piece of a leaf cut along `axis` counts: along all other axes only rank 0."""
+    """Whether a rank's piece of a leaf cut along `axis` counts: on all other axes only index 0."""
     stride = 1
     for name, size in reversed(mesh.axes.items()):
         if name != axis and rank // stride % size:

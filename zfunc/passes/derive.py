@@ -87,9 +87,7 @@ class _Derivation:
         def new(value: int) -> int:
             return self.same.get(value, value)
 
-        return dataclasses.replace(
-            op, args=map_refs(op.args, new), kwargs=map_refs(op.kwargs, new)
-        )
+        return dataclasses.replace(op, args=map_refs(op.args, new), kwargs=map_refs(op.kwargs, new))
 
     def _is_fixed(self, op: Compute) -> bool:
         tags = getattr(op.target, "tags", ())
@@ -107,9 +105,7 @@ class _Derivation:
         sources = set(reads(op))
         free = self.neutral.keys() | self.program.constants.keys()
         return (
-            not self._is_fixed(op)
-            and bool(sources & self.pure)
-            and sources <= (self.pure | free)
+            not self._is_fixed(op) and bool(sources & self.pure) and sources <= (self.pure | free)
         )
 
     def _is_small(self, op: Compute) -> bool:

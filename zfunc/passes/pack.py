@@ -10,6 +10,7 @@ real: gather and wait before the first use of a run, recipes followed, free afte
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from zfunc.errors import BudgetError, explain
@@ -162,9 +163,7 @@ class _Demand:
                 uses.setdefault(item, []).append(at)
         capacity = [live_bytes - base for base in self.base]
         sizes = {item: self.program.values[item].nbytes for item in uses}
-        gains = {
-            item: sum(self.bytes[b] for b in self.roots(item)) + sizes[item] for item in uses
-        }
+        gains = {item: sum(self.bytes[b] for b in self.roots(item)) + sizes[item] for item in uses}
         return _runs(uses, sizes, gains, capacity)
 
     def pack_buckets(self, live_bytes: int, derived: dict[int, list[Run]]) -> dict[int, list[Run]]:
@@ -196,7 +195,7 @@ def _runs(
     capacity: list[int],
 ) -> dict[int, list[Run]]:
     """Packs the reuse intervals of some items and joins the kept ones to runs."""
-    spans = [(k, a, b) for k, at in uses.items() for a, b in zip(at, at[1:], strict=False)]
+    spans = [(k, a, b) for k, at in uses.items() for a, b in itertools.pairwise(at)]
     kept = pack([Interval(a, b, sizes[k], gains[k]) for k, a, b in spans], capacity)
     joined = {(k, a) for i, (k, a, _) in enumerate(spans) if i in kept}
     runs: dict[int, list[Run]] = {}
@@ -212,16 +211,16 @@ def _runs(
 class _Emitter:
     """Writes the program out with real copies in place of virtual values."""
 
-    def __init__(
-        self, demand: _Demand, derived: dict[int, list[Run]], kept: dict[int, list[Run]]
-    ):
+    def __init__(self, demand: _Demand, derived: dict[int, list[Run]], kept: dict[int, list[Run]]):
         self.demand = demand
         self.program = demand.program
         self.values = list(demand.program.values)
         self.ops: list[Op] = []
         self.real: dict[int, int] = {}
         self.held: dict[int, set[int]] = {}
-        self.token = 1 + max((op.token for op in self.program.ops if isinstance(op, Wait)), default=-1)
+        self.token = 1 + max(
+            (op.token for op in self.program.ops if isinstance(op, Wait)), default=-1
+        )
         self.begins, self.ends = _edges(kept)
         self.item_begins, self.item_ends = _edges(derived)
 

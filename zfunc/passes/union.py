@@ -1,7 +1,7 @@
 """Union: programs of ranks that do not use the same leaves, made to communicate alike.
 
-Ranks merge their sequences of collectives to a shortest common supersequence; each then takes part in
-what the others need: a gather whose copy it drops, a reduce to which it adds zeros. Every rank
+Ranks merge their sequences of collectives to a shortest common supersequence; each then takes part
+in what the others need: a gather whose copy it drops, a reduce to which it adds zeros. Every rank
 computes what it would have computed alone.
 """
 

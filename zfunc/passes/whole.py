@@ -182,9 +182,7 @@ def _renamed(op: Op, names: dict[int, int]) -> Op:
         return names.get(value, value)
 
     if isinstance(op, Compute):
-        return dataclasses.replace(
-            op, args=map_refs(op.args, new), kwargs=map_refs(op.kwargs, new)
-        )
+        return dataclasses.replace(op, args=map_refs(op.args, new), kwargs=map_refs(op.kwargs, new))
     if isinstance(op, Collective):
         return dataclasses.replace(op, source=new(op.source))
     if isinstance(op, Call):
