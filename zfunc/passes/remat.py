@@ -223,7 +223,10 @@ class _Level:
             self.values[value] = dataclasses.replace(old, owner=self._rename(old.owner))
 
     def _group(self, value: int) -> _Group:
-        return self.groups.setdefault(self.values[value].owner, _Group())
+        owner = self.values[value].owner
+        if owner not in self.groups:
+            self.groups[owner] = _Group()
+        return self.groups[owner]
 
     def _recomputed(self, value: int) -> bool:
         """Whether backward code reads a copy of the value; its own views need none."""
@@ -248,8 +251,7 @@ class _Level:
 
     def _keep(self, place: int, step: _Step) -> None:
         """Marks the groups that must be kept because of one op."""
-        owners = [value.owner for value in map(self.values.__getitem__, step.writes + step.mutates)]
-        made = {owner: self.groups[owner] for owner in owners}
+        made = {self.values[v].owner: self._group(v) for v in step.writes + step.mutates}
         here = step.region(self.level)
         for value in step.reads:
             group = self._group(value)
