@@ -107,7 +107,7 @@ class Mesh:
         (8, 0)
     """
 
-    axes: Mapping[str, int]
+    axes: dict[str, int]
     rank: int = 0
     processes: tuple[int, ...] = ()
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))

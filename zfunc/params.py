@@ -165,7 +165,7 @@ def compare_checksums(sums: Sequence[int], paths: Sequence[str], mesh: Mesh) -> 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's values."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy())
+    return zlib.crc32(data.numpy())  # pyright: ignore
 
 
 def _is_static(leaf: Any) -> bool:

@@ -91,7 +91,7 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
                 do="call gather and scatter inside the function on every rank alike",
             )
         )
-    order = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
+    order: tuple[int, ...] = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
     grads = tuple(sorted({leaf for row in rows for leaf in row["grads"]}))
     agreed = _Resolution(order, grads, None)
     if all(row["traced"] for row in rows):

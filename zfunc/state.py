@@ -8,6 +8,7 @@ tensors.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -48,14 +49,19 @@ def _children(state: State) -> tuple[Any, ...]:
     return tuple(getattr(state, field) for field in _FIELDS)
 
 
+def _rebuilt(children: Iterable[Any], tx: Any) -> State:
+    step, params, opt_state, key, scaler = children
+    return State(step, params, opt_state, key, scaler, tx)
+
+
 register_node(
     State,
     lambda state: (_children(state), state.tx, _FIELDS),
-    lambda tx, children: State(*children, tx),
+    lambda tx, children: _rebuilt(children, tx),
 )
 torch_pytree.register_pytree_node(
     State,
     lambda state: (list(_children(state)), state.tx),
-    lambda children, tx: State(*children, tx),
+    _rebuilt,
     serialized_type_name="zfunc.State",
 )

@@ -181,7 +181,9 @@ def prepare(
     )
     if compiled.rung == "dynamic":
         tensors = [[] for _ in batches]
-    folded = _fold_keys(training, key, number) if keys else [None] * options.accum
+    folded: list[Tensor | None] = [None] * options.accum
+    if keys:
+        folded = _fold_keys(training, key, number)
     return Prepared(table, leaves, compiled, batches, tensors, folded)
 
 

@@ -193,8 +193,8 @@ def _op(
     build: _Builder, node: torch.fx.Node, outs: tuple[int | None, ...], packed: bool, phase: str
 ) -> Op:
     """The op of a node: compute, or a collective that the loss asked for."""
-    args = torch.fx.map_arg(node.args, lambda arg: Ref(build.ids[arg]))
-    kwargs = torch.fx.map_arg(node.kwargs, lambda arg: Ref(build.ids[arg]))
+    args: Any = torch.fx.map_arg(node.args, lambda arg: Ref(build.ids[arg]))  # pyright: ignore
+    kwargs: Any = torch.fx.map_arg(node.kwargs, lambda arg: Ref(build.ids[arg]))  # pyright: ignore
     name = getattr(node.target, "__name__", str(node.target))
     if getattr(node.target, "namespace", "") == "zfunc":
         source, axis, *rest = _plain(args)

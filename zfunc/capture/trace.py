@@ -100,7 +100,8 @@ def trace_loss(
         return loss, weights + _split_aux(aux, box)
 
     def with_vjp(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
-        loss, pull, extra = torch.func.vjp(lambda *diff: loss_of(diff, *rest), *diff, has_aux=True)
+        made: Any = torch.func.vjp(lambda *diff: loss_of(diff, *rest), *diff, has_aux=True)
+        loss, pull, extra = made
         box["num_forward"] = compat.num_nodes()
         return (loss, *extra, *pull(torch.ones_like(loss)))
 

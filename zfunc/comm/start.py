@@ -117,7 +117,7 @@ def _communicator(
 
 
 def _rank_among(axes: Mapping[str, int], processes: tuple[int, ...], process: int) -> int:
-    size = Mesh(axes).size
+    size = Mesh(dict(axes)).size
     if size != len(processes):
         raise LayoutError(
             explain(

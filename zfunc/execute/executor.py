@@ -218,7 +218,8 @@ class Executor:
 
     def accumulate(self, frame: Frame, op: Accumulate) -> None:
         env = frame.env
-        torch._foreach_add_([env[value] for value in op.into], [env[value] for value in op.ins])
+        into, ins = [env[value] for value in op.into], [env[value] for value in op.ins]
+        torch._foreach_add_(into, ins)  # pyright: ignore
 
     def collective(self, frame: Frame, op: Collective) -> None:
         source = self._value(frame, op.source)
@@ -286,7 +287,7 @@ class Executor:
         grads = [None if grad is None else env[grad] for grad in op.grads]
         present = [grad for grad in grads if grad is not None]
         if present and frame.total_weight not in (0.0, 1.0):
-            torch._foreach_div_(present, frame.total_weight)
+            torch._foreach_div_(present, frame.total_weight)  # pyright: ignore
         loss = sum(float(env[value]) for value in op.losses)
         own = status.report(loss, grads, frame.inputs.threads)
         empty = bool(op.weights) and frame.total_weight == 0.0

@@ -17,6 +17,7 @@ from zfunc.errors import BudgetError, explain
 from zfunc.passes.buckets import BUCKET_BYTES, buckets
 from zfunc.passes.intervals import Interval, pack
 from zfunc.passes.live import grad_bytes, staging_bytes
+from zfunc.passes.live import live_bytes as live_bytes_of
 from zfunc.program.ir import (
     Collective,
     Compute,
@@ -61,11 +62,13 @@ def pack_reuse(
     """
     grouped = buckets(program.leaves, program.ops, program.derived, bucket_bytes, leaf_order)
     demand = _Demand(program, axis_sizes, grouped)
-    needed, at = max((total, -i) for i, total in enumerate(demand.base)) if demand.base else (0, 0)
+    least = _Emitter(demand, *demand.keep_nothing()).run()
+    during = live_bytes_of(least.ops, least.values, least.leaves, axis_sizes)
+    needed = max(during, default=0)
     if live_bytes is None:
         live_bytes = max(floor_bytes, needed)
     if needed > live_bytes:
-        raise _too_small(demand, -at, needed, live_bytes)
+        raise _too_small(least, during.index(needed), needed, live_bytes)
     kept_derived = demand.pack_derived(live_bytes)
     kept_buckets = demand.pack_buckets(live_bytes, kept_derived)
     packed = _Emitter(demand, kept_derived, kept_buckets).run()
@@ -155,13 +158,24 @@ class _Demand:
             + self.grads[at]
         )
 
+    def keep_nothing(self) -> tuple[dict[int, list[Run]], dict[int, list[Run]]]:
+        """The runs of the program that needs least: everything is made anew for each use."""
+        derived: dict[int, list[Run]] = {}
+        gathered: dict[int, list[Run]] = {}
+        for at, items in enumerate(self.items):
+            for item in sorted(items):
+                derived.setdefault(item, []).append((at, at))
+            for bucket in sorted(self.accessed(at)):
+                gathered.setdefault(bucket, []).append((at, at))
+        return derived, gathered
+
     def pack_derived(self, live_bytes: int) -> dict[int, list[Run]]:
         """Chooses the spans over which derived values are kept; returns each one's runs."""
         uses: dict[int, list[int]] = {}
         for at, items in enumerate(self.items):
             for item in sorted(items):
                 uses.setdefault(item, []).append(at)
-        capacity = [live_bytes - base for base in self.base]
+        capacity = [max(live_bytes - base, 0) for base in self.base]
         sizes = {item: self.program.values[item].nbytes for item in uses}
         gains = {item: sum(self.bytes[b] for b in self.roots(item)) + sizes[item] for item in uses}
         return _runs(uses, sizes, gains, capacity)
@@ -181,7 +195,8 @@ class _Demand:
         capacity = []
         for at in range(len(self.program.ops)):
             accessed = self.accessed(at, continued.get(at, ()))
-            capacity.append(live_bytes - self.base_bytes(at, accessed) - occupied[at])
+            free = live_bytes - self.base_bytes(at, accessed) - occupied[at]
+            capacity.append(max(free, 0))
             for bucket in sorted(accessed):
                 uses.setdefault(bucket, []).append(at)
         sizes = dict(enumerate(self.bytes))
@@ -338,13 +353,19 @@ def _edges(runs: Mapping[int, list[Run]]) -> tuple[dict[int, list[int]], dict[in
     return begins, ends
 
 
-def _too_small(demand: _Demand, at: int, needed: int, limit: int) -> BudgetError:
-    """Names the op that needs most, and the leaf that weighs most in it."""
-    program, op = demand.program, demand.program.ops[at]
-    leaves = [i for b in demand.accessed(at) for i in demand.buckets[b]]
-    largest = max(leaves, key=lambda i: program.leaves[i].spec.nbytes, default=None)
-    path = program.leaves[largest].path if largest is not None else "the gradients in flight"
-    name = str(getattr(op, "target", type(op).__name__))
+def _too_small(program: Program, at: int, needed: int, limit: int) -> BudgetError:
+    """Names the op at which even a program that keeps nothing needs most, and its largest leaf."""
+    alive: dict[int, Value] = {}
+    for op in program.ops[: at + 1]:
+        for value in writes(op):
+            owner = program.values[value].owner
+            if program.values[owner].role in ("copy", "derived", "grad"):
+                alive[owner] = program.values[owner]
+        for value in op.values if isinstance(op, Free) else ():
+            alive.pop(program.values[value].owner, None)
+    path = max(alive.values(), key=lambda v: v.nbytes).name if alive else "its receive buffers"
+    computes = [op for op in program.ops[at:] if isinstance(op, Compute)]
+    name = str(computes[0].target) if computes else type(program.ops[at]).__name__
     return BudgetError(
         explain(
             f"live_bytes is too small for {name}, which needs {path}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ def units(program: Program) -> list[Unit]:
     return [unit for unit in each if unit is not None]
 
 
-def merge(a: Sequence[Unit], b: Sequence[Unit]) -> list[Unit]:
+def merge(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     """A shortest common supersequence; where either may come first, the smaller does."""
     start = 0
     while start < min(len(a), len(b)) and a[start] == b[start]:
@@ -78,9 +79,9 @@ def merge(a: Sequence[Unit], b: Sequence[Unit]) -> list[Unit]:
     return [*head, *a[i:], *b[j:]]
 
 
-def merge_all(sequences: Sequence[Sequence[Unit]]) -> list[Unit]:
+def merge_all(sequences: Sequence[Sequence[Any]]) -> list[Any]:
     """Merges the sequences of all ranks, in rank order."""
-    merged: list[Unit] = []
+    merged: list[Any] = []
     for sequence in sequences:
         merged = merge(merged, sequence)
     return merged

@@ -275,7 +275,9 @@ class Update:
     grads: tuple[int | None, ...]
 
 
-Op = Compute | Gather | Reduce | Wait | Free | Accumulate | Collective | Call | Rng | Status | Update
+Op = (
+    Compute | Gather | Reduce | Wait | Free | Accumulate | Collective | Call | Rng | Status | Update
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
