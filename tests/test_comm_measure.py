@@ -8,8 +8,10 @@ from unittest import mock
 import pytest
 
 from tests.ranks import run_ranks
-from zfunc.comm import local_mesh, measure, measure_hardware
+from zfunc import hardware as measure
+from zfunc.comm import local_mesh
 from zfunc.errors import LayoutError
+from zfunc.hardware import measure_hardware
 from zfunc.meshes import Hardware, Mesh, abstract_mesh
 
 

@@ -19,11 +19,11 @@ PACKAGE = ROOT / "zfunc"
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
 errors  ops  tree
-meshes  layout  sharded  random  schedules
-comm  scope  program  remat  optim
+hardware  meshes  layout  sharded  random  schedules
+scope  comm  program  remat  optim
 capture  collective  passes
 execute
-agree  state  params  programs  update  training  explain  lowered  adopt  init
+agree  state  params  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
 spmd  step  inference
 report
 __init__

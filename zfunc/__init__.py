@@ -5,7 +5,7 @@ gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a 
 `passes/` (how it is planned) and `execute/executor.py` (how it runs) first.
 """
 
-from zfunc import errors, optim, random, schedules, tree
+from zfunc import errors, optim, random, report, schedules, tree
 from zfunc.collective import gather, scatter
 from zfunc.comm import local_mesh, mesh
 from zfunc.errors import (
@@ -19,9 +19,10 @@ from zfunc.errors import (
     RemoteRankError,
     TreeMismatchError,
 )
+from zfunc.hardware import Hardware
 from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
-from zfunc.meshes import Hardware, Mesh, abstract_mesh
+from zfunc.meshes import Mesh, abstract_mesh
 from zfunc.programs import Capture, Prefetch
 from zfunc.remat import policies, remat
 from zfunc.sharded import Sharded
@@ -62,6 +63,7 @@ __all__ = [
     "policies",
     "random",
     "remat",
+    "report",
     "scatter",
     "schedules",
     "shard",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import LayoutError, explain
+from zfunc.hardware import Hardware, measure_hardware
 
 __all__ = ["Comm", "Handle", "Hardware", "Mesh", "abstract_mesh", "chunk_numel", "shard_range"]
 
@@ -57,38 +58,6 @@ class Comm(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Hardware:
-    """Rates that the cost model reads; they move issue slots only, never results.
-
-    The defaults describe one CPU process with a loopback network.
-
-    Attributes:
-        flops_per_s: sustained rate of matrix products.
-        memory_bytes_per_s: rate of main (device) memory.
-        network_bytes_per_s: rate of one rank's link, each way.
-        message_s: fixed cost of one message.
-        device_bytes: memory of one rank.
-    """
-
-    flops_per_s: float = 60e9
-    memory_bytes_per_s: float = 16e9
-    network_bytes_per_s: float = 1.6e9
-    message_s: float = 30e-6
-    device_bytes: int = 8_000_000_000
-
-    @classmethod
-    def h100_ib(cls) -> Hardware:
-        """One H100 with 400 Gbit/s InfiniBand (vendor figures, not measured)."""
-        return cls(
-            flops_per_s=400e12,
-            memory_bytes_per_s=3.35e12,
-            network_bytes_per_s=50e9,
-            message_s=20e-6,
-            device_bytes=80_000_000_000,
-        )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mesh:
     """Named axes of ranks, seen from one of them.
@@ -111,7 +80,7 @@ class Mesh:
     rank: int = 0
     processes: tuple[int, ...] = ()
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
-    hw: Hardware = Hardware()
+    hw: Hardware = dataclasses.field(default_factory=Hardware)
     comm: Comm | None = dataclasses.field(default=None, repr=False)
 
     @property
@@ -164,8 +133,6 @@ class Mesh:
         Returns:
             An equal mesh whose `hw` holds measured rates.
         """
-        from zfunc.comm.measure import measure_hardware
-
         return dataclasses.replace(self, hw=measure_hardware(self))
 
     def _identity(self) -> tuple[object, ...]:
@@ -181,7 +148,7 @@ class Mesh:
         return "mesh[" + " ".join(f"{name}:{size}" for name, size in self.axes.items()) + "]"
 
 
-def abstract_mesh(axes: Mapping[str, int], *, hw: Hardware = Hardware()) -> Mesh:
+def abstract_mesh(axes: Mapping[str, int], *, hw: Hardware = Hardware()) -> Mesh:  # noqa: B008
     """Makes a mesh of names and sizes only: programs for any world on one CPU.
 
     Args:

@@ -14,13 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zfunc.comm.groups import single_axis
 from zfunc.comm.local import LocalMesh
-from zfunc.comm.measure import measure_hardware
 from zfunc.comm.pieces import CommStats
 from zfunc.comm.start import choose_device, connect, launched_size, start_process_group
 from zfunc.errors import LayoutError, explain
 from zfunc.meshes import Mesh, check_axes
 
-__all__ = ["CommStats", "LocalMesh", "as_mesh", "local_mesh", "measure_hardware", "mesh"]
+__all__ = ["CommStats", "LocalMesh", "as_mesh", "local_mesh", "mesh"]
 
 
 def mesh(

@@ -1,11 +1,12 @@
-"""Measuring the rates of a mesh, alike on every rank.
+"""Hardware: the rates that the cost model reads, given or measured, alike on every rank.
 
-Each rank times a matrix product, a copy, a large and a tiny gather. The slowest rank's figures are
-taken everywhere: plans depend on them, and every rank must plan alike.
+To measure, each rank times a matrix product, a copy, a large and a tiny gather. The slowest rank's
+figures are taken everywhere: plans depend on them, and every rank must plan alike.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import statistics
@@ -13,13 +14,16 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from zfunc.errors import LayoutError, explain
-from zfunc.meshes import Comm, Hardware, Mesh, shard_range
 
-__all__ = ["measure_hardware"]
+if TYPE_CHECKING:
+    from zfunc.meshes import Comm, Mesh
+
+__all__ = ["Hardware", "measure_hardware"]
 
 _MATRIX = 512
 _COPY_BYTES = 32 << 20
@@ -27,6 +31,38 @@ _GATHER_BYTES = 16 << 20
 _REPEATS = 5
 _FRAME = struct.Struct("<5d")
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hardware:
+    """Rates that the cost model reads; they move issue slots only, never results.
+
+    The defaults describe one CPU process with a loopback network.
+
+    Attributes:
+        flops_per_s: sustained rate of matrix products.
+        memory_bytes_per_s: rate of main (device) memory.
+        network_bytes_per_s: rate of one rank's link, each way.
+        message_s: fixed cost of one message.
+        device_bytes: memory of one rank.
+    """
+
+    flops_per_s: float = 60e9
+    memory_bytes_per_s: float = 16e9
+    network_bytes_per_s: float = 1.6e9
+    message_s: float = 30e-6
+    device_bytes: int = 8_000_000_000
+
+    @classmethod
+    def h100_ib(cls) -> Hardware:
+        """One H100 with 400 Gbit/s InfiniBand (vendor figures, not measured)."""
+        return cls(
+            flops_per_s=400e12,
+            memory_bytes_per_s=3.35e12,
+            network_bytes_per_s=50e9,
+            message_s=20e-6,
+            device_bytes=80_000_000_000,
+        )
 
 
 def measure_hardware(mesh: Mesh) -> Hardware:
@@ -88,9 +124,9 @@ def _network(mesh: Mesh, comm: Comm) -> tuple[float, float]:
     size, index = mesh.axes[axis], mesh.index(axis)
 
     def gather_s(nbytes: int) -> float:
-        full = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
-        start, stop = shard_range(nbytes, size, index)
-        shard = full[start:stop].clone()
+        piece = nbytes // size
+        full = torch.zeros(piece * size, dtype=torch.uint8, device=mesh.device)
+        shard = full[index * piece : (index + 1) * piece].clone()
         comm.exchange(b"")
         return _time(lambda: comm.gather(axis, [shard], [full]).wait(), mesh.device)
 
