@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from hypothesis import Phase, settings
 from torch import Tensor
 
 import zfunc
@@ -24,6 +25,7 @@ __all__ = [
     "assert_equal",
     "bits",
     "checked",
+    "examples",
     "gathered",
     "integers",
     "planned",
@@ -32,6 +34,16 @@ __all__ = [
 ]
 
 Plan = Callable[..., Program]
+
+
+def examples(share: float) -> settings:
+    """Settings for a property whose examples are dear: a part of the profile's number of them.
+
+    A failure is not shrunk, which would take longer than a test may: the example is printed as it
+    is, and is tried again first in the next run.
+    """
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    return settings(max_examples=max(1, int(share * settings().max_examples)), phases=phases)
 
 
 def ranks(axes: int | Mapping[str, int], fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -69,11 +81,13 @@ def tight(fraction: float, **options: Any) -> Plan:
     """
 
     def plan(captured: Sequence[Program], mesh: zfunc.Mesh, **given: Any) -> Program:
-        settings = given | options
-        ample = build(captured, mesh, **settings)
-        most = memory_analysis(ample, dict(mesh.axes)).peak_live_bytes
-        least = smallest_budget(captured, mesh, **settings)
-        limit = int(least + fraction * max(0, most - least))
+        limit = None
+        if fraction < 1:
+            limit = smallest_budget(captured, mesh, **(given | options))
+        if limit is not None and fraction > 0:
+            ample = build(captured, mesh, **(given | options))
+            most = memory_analysis(ample, dict(mesh.axes)).peak_live_bytes
+            limit += int(fraction * max(0, most - limit))
         return checked(**(options | {"live_bytes": limit}))(captured, mesh, **given)
 
     return plan
