@@ -20,7 +20,7 @@ PACKAGE = ROOT / "zfunc"
 LAYERS = """
 errors  ops  tree
 hardware  meshes  layout  sharded  random  schedules
-scope  comm  program  remat  optim
+scope  comm  program  rematerialise  optim
 capture  collective  passes
 execute
 agree  state  params  dynamic  programs  resolve  update  training  explain  lowered  adopt  init

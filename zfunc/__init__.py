@@ -24,7 +24,7 @@ from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
 from zfunc.programs import Capture, Prefetch
-from zfunc.remat import policies, remat
+from zfunc.rematerialise import policies, remat
 from zfunc.sharded import Sharded
 from zfunc.spmd import Forward, infer, spmd
 from zfunc.state import State

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-import torch
-
 from zfunc import tree
 from zfunc.capture import Argument, Input, Traced, to_program, trace_forward, trace_loss
 from zfunc.capture.graph import leaf_of
@@ -26,9 +24,10 @@ from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.passes import build
+from zfunc.passes.remat import draws
 from zfunc.passes.whole import call_program, whole_program
 from zfunc.program.digest import digest
-from zfunc.program.ir import Compute, Program
+from zfunc.program.ir import Program
 
 __all__ = ["Capture", "Compiled", "Prefetch", "Programs", "takes_key"]
 
@@ -273,10 +272,10 @@ class Programs:
         traced: tuple[Traced, ...],
         start: float,
     ) -> Compiled:
-        draws = not traced or _draws(program)
+        drawing = not traced or any(draws(op) for op in program.ops)
         seconds = time.perf_counter() - start
         executor = Executor(program, self.mesh)
-        return Compiled(program, executor, micros, traced, digest(program), draws, seconds)
+        return Compiled(program, executor, micros, traced, digest(program), drawing, seconds)
 
     def _count_shapes(self, table: ParamTable, batches: tuple[Argument, ...]) -> None:
         """Sends a function to the dynamic rung whose shapes never end, if that fits."""
@@ -379,14 +378,6 @@ def _shapes(batches: Sequence[Argument]) -> str:
     """The shapes of a signature, for a message."""
     shapes = [list(s.spec.shape) for b in batches for s in b.slots if isinstance(s, Input)]
     return ", ".join(map(str, shapes[:6]))
-
-
-def _draws(program: Program) -> bool:
-    return any(
-        torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
-        for op in program.ops
-        if isinstance(op, Compute)
-    )
 
 
 def takes_key(function: Callable[..., Any]) -> bool:

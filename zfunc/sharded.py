@@ -139,9 +139,34 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "lt", "le", "gt", "ge"):
+for _name in (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "matmul",
+    "pow",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "abs",
+    "bool",
+):
     setattr(Sharded, f"__{_name}__", _refusing(_name))
-for _name in ("radd", "rsub", "rmul", "rtruediv", "rmatmul", "rpow", "neg", "getitem", "float"):
+for _name in (
+    "radd",
+    "rsub",
+    "rmul",
+    "rtruediv",
+    "rmatmul",
+    "rpow",
+    "neg",
+    "getitem",
+    "float",
+    "floordiv",
+    "mod",
+):
     setattr(Sharded, f"__{_name}__", _refusing(_name))
 
 

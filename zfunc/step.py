@@ -16,8 +16,8 @@ from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
 from zfunc.programs import Capture, Prefetch, Programs
-from zfunc.remat import Nothing
-from zfunc.remat import remat as rematerialised
+from zfunc.rematerialise import Nothing
+from zfunc.rematerialise import remat as rematerialised
 from zfunc.state import State
 from zfunc.training import Options, Training, gradients, run_step
 

@@ -1,4 +1,5 @@
-"""How long a new signature takes (capture and passes), and a known one (lookup and agreement facts).
+"""How long a new signature takes (capture and passes), and a known one (lookup).
+
 
 python tests/bench/capture.py [--layers 48]
 """

@@ -134,9 +134,8 @@ def main() -> None:
     peaks = {n: statistics.median(r["peak_bytes"] for r in d) for n, d in runs.items()}
     reference = runs["ddp" if "ddp" in runs else next(iter(runs))][0]["losses"]
     base = "fsdp2" if "fsdp2" in runs else next(iter(runs))
-    print(
-        f"{'':8s} {'step s':>8s} {'/ ' + base:>8s} {'RSS GB':>8s} {'/ ' + base:>8s}  loss difference"
-    )
+    against = f"/ {base}"
+    print(f"{'':8s} {'step s':>8s} {against:>8s} {'RSS GB':>8s} {against:>8s}  loss difference")
     for name, done in runs.items():
         worst = max(abs(a - b) for r in done for a, b in zip(r["losses"], reference, strict=True))
         print(

@@ -1,4 +1,4 @@
-"""`value_and_grad` on a mesh of one rank beside eager `torch.func.grad_and_value`: time and peak memory.
+"""`value_and_grad` on a mesh of one beside eager `torch.func.grad_and_value`: time, peak memory.
 
 The peak is the sum of the profiler's memory events: what the CPU allocator held at most above what
 it held before the call.

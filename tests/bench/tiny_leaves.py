@@ -61,7 +61,7 @@ def sharded_step(mesh: zfunc.Mesh, leaves: int) -> Callable[[], None]:
 
 
 def measure(mesh: zfunc.Mesh, leaves: int, rounds: int) -> tuple[float, float, float]:
-    """Median seconds of a sharded and of a plain step, alternating; messages of one sharded step."""
+    """Median seconds of a sharded and of a plain step, alternating; messages of one step."""
     torch.set_num_threads(1)
     sharded, plain = sharded_step(mesh, leaves), plain_step(leaves)
     times: dict[str, list[float]] = {"sharded": [], "plain": []}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zfunc.remat import remat
+from zfunc.rematerialise import remat
 
 __all__ = [
     "BLOCKS",

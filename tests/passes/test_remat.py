@@ -27,7 +27,7 @@ from tests.passes.blocks import (
 from tests.passes.interpreter import capture, check, copies, equal, peak_bytes, recomputed, run
 from zfunc.passes.remat import rematerialise
 from zfunc.program.ir import Compute, reads, writes
-from zfunc.remat import remat
+from zfunc.rematerialise import remat
 
 
 @pytest.mark.parametrize("derivation", DERIVATIONS)

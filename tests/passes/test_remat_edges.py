@@ -30,7 +30,7 @@ from zfunc.capture import describe, to_program, trace_forward
 from zfunc.errors import CaptureError
 from zfunc.passes.remat import check_random, rematerialise
 from zfunc.program.ir import Collective, Compute, Op, Rng, reads, writes
-from zfunc.remat import remat
+from zfunc.rematerialise import remat
 
 
 class Scribble(torch.autograd.Function):

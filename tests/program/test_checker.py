@@ -32,7 +32,7 @@ from zfunc.program.ir import (
     reads,
     writes,
 )
-from zfunc.remat import remat
+from zfunc.rematerialise import remat
 
 Edit = Callable[[list[Op]], Any]
 

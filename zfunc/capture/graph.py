@@ -236,20 +236,27 @@ def _check_call(build: _Builder, node: torch.fx.Node) -> None:
                     f"{build.name} draws from a torch.Generator of its own ({node.target})",
                     expected="the global generator, or zfunc.random with a `key` argument",
                     do="add `*, key` to the loss and draw with zfunc.random",
-                )
+                ),
+                runs_dynamic=True,
             )
         alias = argument.alias_info
-        if alias is None or not alias.is_write or not isinstance(given, torch.fx.Node):
+        if alias is None or not alias.is_write:
             continue
-        owner = build.values[build.values[build.ids[given]].owner]
-        if owner.role in ("leaf", "input"):
-            raise CaptureError(
-                explain(
-                    f"{build.name} writes into its argument {owner.name} in place ({node.target})",
-                    expected="a function without side effects",
-                    do="clone before writing, or return the new value (has_aux=True)",
-                )
+        for target in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(target, torch.fx.Node):
+                _check_write(build, target, node)
+
+
+def _check_write(build: _Builder, target: torch.fx.Node, node: torch.fx.Node) -> None:
+    owner = build.values[build.values[build.ids[target]].owner]
+    if owner.role in ("leaf", "input"):
+        raise CaptureError(
+            explain(
+                f"{build.name} writes into its argument {owner.name} in place ({node.target})",
+                expected="a function without side effects",
+                do="clone before writing, or return the new value (has_aux=True)",
             )
+        )
 
 
 def _outputs(build: _Builder, node: torch.fx.Node) -> list[int]:
@@ -277,7 +284,7 @@ def _micro(
     grads: list[int | None] = []
     owners: set[int] = set()
     for leaf in leaves:
-        grad = next(remaining) if leaf.trainable and next(present) else None
+        grad = next(remaining) if leaf.trainable and next(present, False) else None
         if grad is None or grad in build.zeros:
             grads.append(None)
             continue

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zfunc.errors import RankLostError
 from zfunc.execute import status
+from zfunc.execute.interrupt import deferred_interrupts
 from zfunc.execute.segments import Segment, compile_segments
 from zfunc.meshes import Handle, Mesh
 from zfunc.program.ir import (
@@ -143,8 +144,11 @@ class Executor:
         """
         frame = self.bind(inputs)
         try:
-            for item in self.schedule:
-                self.perform(frame, item)
+            with deferred_interrupts() as interrupted:
+                for item in self.schedule:
+                    if frame.verdict is None and interrupted():
+                        self.fail(frame, KeyboardInterrupt())
+                    self.perform(frame, item)
         except BaseException:
             self.abandon(frame)
             raise
@@ -174,7 +178,7 @@ class Executor:
         if frame.error is not None and isinstance(item, Segment | Call | Rng | Accumulate | Update):
             return
         method = self._methods[type(item)]
-        if not isinstance(item, Segment | Call | Rng) or self.mesh.comm is None:
+        if not isinstance(item, Segment | Call | Rng):
             method(frame, item)
             return
         try:
@@ -182,7 +186,13 @@ class Executor:
         except RankLostError:
             raise
         except Exception as error:
-            frame.error = error
+            self.fail(frame, error)
+
+    def fail(self, frame: Frame, error: BaseException) -> None:
+        """Notes this rank's failure; alone, there is nobody to go on for."""
+        if self.mesh.comm is None:
+            raise error
+        frame.error = frame.error or error
 
     def segment(self, frame: Frame, item: Segment) -> None:
         item.run(frame.env)
@@ -243,13 +253,12 @@ class Executor:
 
     def rng(self, frame: Frame, op: Rng) -> None:
         if op.action == "record":
-            frame.generators[op.slot] = torch.get_rng_state()
+            frame.generators[op.slot] = self._generator.get_state()
         elif op.action == "replay":
-            frame.saved_generator = torch.get_rng_state()
-            torch.set_rng_state(frame.generators[op.slot])
+            frame.saved_generator = self._generator.get_state()
+            self._generator.set_state(frame.generators[op.slot])
         else:
-            assert frame.saved_generator is not None
-            torch.set_rng_state(frame.saved_generator)
+            self._restore(frame)
 
     def status(self, frame: Frame, op: Status) -> None:
         try:
@@ -274,8 +283,20 @@ class Executor:
         if self.mesh.comm is not None:
             self.mesh.comm.drain()
         frame.handles.clear()
+        self._restore(frame)
+
+    def _restore(self, frame: Frame) -> None:
         if frame.saved_generator is not None:
-            torch.set_rng_state(frame.saved_generator)
+            self._generator.set_state(frame.saved_generator)
+            frame.saved_generator = None
+
+    @property
+    def _generator(self) -> torch.Generator:
+        """The generator that operators draw from on this mesh's device."""
+        device = self.mesh.device
+        if device.type == "cuda":
+            return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+        return torch.default_generator
 
     def _report(self, frame: Frame, op: Status) -> status.Report:
         """Divides the gradients by the number of losses, or the total weight, and measures them."""

@@ -34,7 +34,7 @@ from zfunc.program.ir import (
     writes,
 )
 
-__all__ = ["check_random", "rematerialise"]
+__all__ = ["check_random", "draws", "rematerialise"]
 
 _BACKWARD = -1
 
@@ -120,7 +120,7 @@ def check_random(program: Program) -> None:
             a random op in the graph without repeating its numbers.
     """
     for op in program.ops:
-        if isinstance(op, Compute) and op.phase == "backward" and _draws(op):
+        if isinstance(op, Compute) and op.phase == "backward" and draws(op):
             raise CaptureError(
                 explain(
                     f"the backward pass of {program.name} draws random numbers ({op.target})",
@@ -131,7 +131,7 @@ def check_random(program: Program) -> None:
             )
 
 
-def _draws(op: Op) -> bool:
+def draws(op: Op) -> bool:
     """Whether an op moves the global generator."""
     if not isinstance(op, Compute):
         return False
@@ -333,7 +333,7 @@ def _live(steps: Sequence[_Step], values: Sequence[Value], outputs: Iterable[int
     owners = {values[value].owner for value in needed}
     kept: list[_Step] = []
     for step in reversed(steps):
-        lasting = isinstance(step.op, Collective) or (step.level == 0 and _draws(step.op))
+        lasting = isinstance(step.op, Collective) or (step.level == 0 and draws(step.op))
         written = any(values[value].owner in owners for value in step.mutates)
         if lasting or written or not needed.isdisjoint(step.writes):
             kept.append(step)
@@ -344,7 +344,7 @@ def _live(steps: Sequence[_Step], values: Sequence[Value], outputs: Iterable[int
 
 def _with_rng(steps: Sequence[_Step]) -> list[Op]:
     """The ops, with those that keep the generator's state and set it around random ops."""
-    replayed = sorted({step.origin for step in steps if step.level > 0 and _draws(step.op)})
+    replayed = sorted({step.origin for step in steps if step.level > 0 and draws(step.op)})
     slots = {origin: slot for slot, origin in enumerate(replayed)}
     ops: list[Op] = []
     for step in steps:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from zfunc.remat import policies, remat
+from zfunc.rematerialise import policies, remat
 from zfunc.scope import Scope, entered, scope
 
 
