@@ -434,3 +434,31 @@ def dropped(mesh):
 
 def test_what_is_in_flight_owns_its_buffers():
     assert on_gloo({"shard": 2}, dropped) == [(1.0, 2.0, [3.0] * 4)] * 2
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def kept(mesh):
+    """Live tensors after one round and after many."""
+    fulls = [torch.zeros(2 * LARGE), torch.zeros(4), torch.zeros(6)]
+    shards = [torch.zeros(LARGE), torch.zeros(2), torch.zeros(3)]
+    counts = []
+    for rounds in (1, 10):
+        for _ in range(rounds):
+            handles = [
+                mesh.comm.gather("shard", shards, fulls),
+                mesh.comm.all_reduce("shard", fulls, fulls),
+                mesh.comm.reduce("shard", fulls, shards),
+            ]
+            for handle in handles:
+                handle.wait()
+        counts.append(live_tensors())  # with the awaited handles still there
+    return counts
+
+
+def test_an_awaited_handle_keeps_no_buffers():
+    for before, after in on_gloo({"shard": 2}, kept):
+        assert before == after
