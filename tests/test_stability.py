@@ -38,7 +38,7 @@ def live_tensor_bytes() -> int:
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.layout == torch.strided:
+        if type(thing) is Tensor and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

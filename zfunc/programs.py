@@ -322,7 +322,8 @@ class Programs:
         found = self._captured.get((table, batch))
         if found is None:
             traced = trace(batch)
-            found = traced, to_program(traced, self.name)
+            program = to_program(traced, self.name)
+            found = dataclasses.replace(traced, graph=None), program
             self._captured.put((table, batch), found)
         return found
 

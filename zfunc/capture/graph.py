@@ -111,6 +111,7 @@ def to_program(traced: Traced, name: str) -> Program:
     leaves: list[Leaf] = []
     inputs: list[int] = []
     key: int | None = None
+    assert traced.graph is not None
     nodes = list(traced.graph.graph.nodes)
     for position, node in enumerate(nodes):
         if node.op == "placeholder":

@@ -34,7 +34,7 @@ class Traced:
     """A graph and what its placeholders and outputs are.
 
     Attributes:
-        graph: the traced module.
+        graph: the traced module; None once it has become a program.
         slots: the slot of each placeholder; a `Sharded` argument has two (piece, then whole).
         num_forward: how many nodes precede the derivative.
         has_loss: whether the first output is a loss.
@@ -45,7 +45,7 @@ class Traced:
         derivation: "vjp", "autograd" or "forward".
     """
 
-    graph: torch.fx.GraphModule
+    graph: torch.fx.GraphModule | None
     slots: tuple[tuple[str, Any], ...]
     num_forward: int
     has_loss: bool
