@@ -1,4 +1,4 @@
-"""On a CUDA device: the same steps as on the CPU. One short script: `python -m pytest tests/gpu`."""
+"""On a CUDA device: the same steps as on the CPU. One short script: `pytest tests/gpu`."""
 
 from __future__ import annotations
 
