@@ -77,8 +77,8 @@ def _group(
             continue
         rows = (leaf.layouts.params, leaf.layouts.grads, leaf.layouts.opt)
         kind = (leaf.spec.dtype, leaf.trainable, tuple(row.axis for row in rows))
-        group, size = open_groups.get(kind, ([], bucket_bytes))
-        if size + leaf.spec.nbytes > bucket_bytes:
+        group, size = open_groups.get(kind, ([], 0))
+        if not group or size + leaf.spec.nbytes > bucket_bytes:
             group, size = [], 0
             groups.append(group)
         group.append(i)
