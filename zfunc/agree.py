@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import hashlib
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -24,10 +25,12 @@ __all__ = [
     "exchange_failures",
     "hash_of",
     "raise_failures",
+    "spelled",
     "telling_others",
 ]
 
 _OK, _FAILED = b"\x00", b"\x01"
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +51,12 @@ class Proposal:
 
 def hash_of(*parts: object) -> bytes:
     """16 bytes that are equal on every rank for equal parts."""
-    return hashlib.blake2b(repr(parts).encode(), digest_size=16).digest()
+    return hashlib.blake2b(spelled(parts).encode(), digest_size=16).digest()
+
+
+def spelled(part: object) -> str:
+    """The repr of a value without addresses, which differ between processes."""
+    return _ADDRESS.sub("", repr(part))
 
 
 @contextlib.contextmanager

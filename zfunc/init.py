@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.agree import Proposal, agree, hash_of, telling_others
+from zfunc.agree import Proposal, agree, hash_of, spelled, telling_others
 from zfunc.capture import Argument, compat, to_program, trace_forward
 from zfunc.capture.slots import Input
 from zfunc.errors import LayoutError, explain
@@ -139,7 +139,7 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
     context = hash_of(table.facts, tx)
-    agree(mesh, Proposal(bytes(16), context, lambda: f"{tx!r}\n{table.facts}"), "init")
+    agree(mesh, Proposal(bytes(16), context, lambda: f"{spelled(tx)}\n{table.facts}"), "init")
     if program is None:
         leaves = cut_tree(params_or_fn, table, mesh)
     else:

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from zfunc import optim, tree
-from zfunc.agree import Proposal, agree, exchange_failures, hash_of, raise_failures, telling_others
+from zfunc.agree import (
+    Proposal,
+    agree,
+    exchange_failures,
+    hash_of,
+    raise_failures,
+    spelled,
+    telling_others,
+)
 from zfunc.capture import Argument, describe
 from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
@@ -226,7 +234,7 @@ def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> 
     return Proposal(
         ready.compiled.digest,
         hash_of(facts),
-        lambda: "\n".join([*(f"{k}: {v}" for k, v in facts.items()), ready.table.facts]),
+        lambda: "\n".join([*(f"{k}: {spelled(v)}" for k, v in facts.items()), ready.table.facts]),
     )
 
 
