@@ -274,7 +274,8 @@ class Executor:
 
     def update(self, frame: Frame, op: Update) -> None:
         assert frame.inputs.update is not None and frame.verdict is not None
-        if not frame.verdict.failed_ranks:
+        # A total weight of 0 leaves nothing to divide by: the step is skipped whatever is allowed.
+        if not frame.verdict.failed_ranks and frame.total_weight:
             grads = [None if grad is None else frame.env[grad] for grad in op.grads]
             frame.inputs.update(grads, frame.verdict)
 
