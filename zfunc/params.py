@@ -19,7 +19,7 @@ from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
 from zfunc.meshes import Mesh
 from zfunc.sharded import Sharded, is_sharded
 
-__all__ = ["ParamTable", "checksum", "compare_checksums", "cut", "trains"]
+__all__ = ["ParamTable", "checksum", "compare_checksums", "cut", "leaf_facts", "trains"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,6 +117,21 @@ class ParamTable:
     def trainable_leaves(self, updated: Any) -> list[Any]:
         """The leaves of a tree as `trainable_tree` makes it, in canonical order."""
         return tree.leaves(updated, is_leaf=is_sharded)
+
+
+def leaf_facts(params: Any) -> tuple[Any, ...]:
+    """What distinguishes trees of one structure: dtypes of tensors, type and value of the rest."""
+    return tuple(_fact(leaf) for leaf in tree.leaves(params))
+
+
+def _fact(leaf: Any) -> Any:
+    if not _is_static(leaf):
+        return leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)  # `ParamTable.of` refuses it by its path
+    return type(leaf), leaf
 
 
 def trains(dtype: torch.dtype) -> bool:

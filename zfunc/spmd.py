@@ -29,7 +29,7 @@ from zfunc.explain import Explanation, explain_programs
 from zfunc.layout import Flat, P, layouts_of
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh
-from zfunc.params import ParamTable
+from zfunc.params import ParamTable, leaf_facts
 from zfunc.programs import Compiled, Prefetch, Programs
 from zfunc.resolve import resolve
 from zfunc.sharded import Sharded, is_sharded
@@ -154,13 +154,13 @@ class Forward:
 
     def _prepare(self, params: Any, args: Any) -> tuple[ParamTable, Compiled, list[Any]]:
         structure = tree.structure(params)
-        dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in tree.leaves(params))
-        if (structure, dtypes) not in self._tables:
+        facts = leaf_facts(params)
+        if (structure, facts) not in self._tables:
             specs = tree.map(lambda leaf: _spec_of(leaf), params, is_leaf=is_sharded)
-            self._tables[structure, dtypes] = ParamTable.of(
+            self._tables[structure, facts] = ParamTable.of(
                 params, self._mesh, {"params": specs}, False
             )
-        table = self._tables[structure, dtypes]
+        table = self._tables[structure, facts]
         dynamic = self._programs.is_dynamic(table)
         argument, tensors = describe(tuple(args), "args", self._mesh.device, static=not dynamic)
         compiled = self._programs.forward(table, argument)

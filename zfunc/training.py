@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,14 +31,14 @@ from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
 from zfunc.execute import Inputs, Outcome, Verdict
 from zfunc.meshes import Mesh
-from zfunc.params import ParamTable
+from zfunc.params import ParamTable, leaf_facts
 from zfunc.program.ir import Program, Status
 from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
 from zfunc.resolve import resolve
-from zfunc.sharded import Sharded
+from zfunc.sharded import Sharded, is_sharded
 from zfunc.state import State
-from zfunc.update import Updated, commit, renew
+from zfunc.update import Updated, check_opt_state, commit, opt_state_like, renew
 
 __all__ = ["Options", "Prepared", "Training", "gradients", "prepare", "run_step"]
 
@@ -62,6 +63,7 @@ class Training:
     options: Options
     programs: Programs
     tables: dict[Any, ParamTable]
+    opt_structures: dict[ParamTable, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def table(self, params: Any, structure: Any) -> ParamTable:
         """The description of a parameter tree, made once per structure."""
@@ -71,10 +73,36 @@ class Training:
             self.tables[structure] = made
         return self.tables[structure]
 
+    def check_opt_state(self, table: ParamTable, state: State) -> None:
+        """Raises `LayoutError` unless an optimizer's state is what this step would make."""
+        known = self.opt_structures.get(table)
+        if known is None or known[0] is not state.tx:
+            known = self.opt_structures[table] = state.tx, opt_state_like(state.tx, table)
+        check_opt_state(state.opt_state, known[1])
+
     @property
     def threads(self) -> int:
         """Threads of native kernels: as many as torch uses for one operator."""
         return torch.get_num_threads()
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Memo:
+    """What a step knows of a state that it made, as long as nobody has changed the state.
+
+    Attributes:
+        training: the step.
+        table: describes the parameters.
+        leaves: their `Sharded` leaves.
+        flat: all their leaves.
+        opt_state: the optimizer's state.
+    """
+
+    training: Training
+    table: ParamTable
+    leaves: list[Sharded]
+    flat: list[Any]
+    opt_state: Any
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +144,7 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
             what=what,
         )
 
-    outcome, verdict = _run(training, ready, update, state.key, what)
+    outcome, verdict = _run(training, ready, update, state.key, number, what)
     if "updated" not in box and options.nonfinite == "raise":
         raise NonFiniteError(_nonfinite_message(ready.table, verdict, what))
     return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
@@ -129,7 +157,7 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
         ready = prepare(training, params, batch, key, 0)
         proposal = _proposal(training, ready, (what,))
     ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
-    outcome, verdict = _run(training, ready, None, key, what)
+    outcome, verdict = _run(training, ready, None, key, 0, what)
     table, program = ready.table, ready.compiled.program
     sums = _reduced(program)
     grads = []
@@ -199,13 +227,18 @@ def known_leaves(
     training: Training, params: Any, state: State | None
 ) -> tuple[ParamTable, list[Sharded]]:
     """The table and leaves of a state; remembered by the state that a step made."""
-    if state is not None and state.memo is not None and state.memo[0] is training:
-        _, table, leaves = state.memo
-        return table, leaves
+    if state is not None and state.memo is not None:
+        known = state.memo
+        now = tree.leaves(params, is_leaf=is_sharded)
+        same = known.training is training and known.opt_state is state.opt_state
+        if same and len(now) == len(known.flat) and all(map(operator.is_, now, known.flat)):
+            return known.table, known.leaves
     structure = tree.structure(params)
-    dtypes = tuple(getattr(leaf, "dtype", leaf) for leaf in tree.leaves(params))
-    table = training.table(params, (structure, dtypes))
-    return table, table.leaves_of(params)
+    table = training.table(params, (structure, leaf_facts(params)))
+    leaves = table.leaves_of(params)
+    if state is not None:
+        training.check_opt_state(table, state)
+    return table, leaves
 
 
 def _fold_keys(training: Training, key: Tensor | None, number: int) -> list[Tensor | None]:
@@ -220,8 +253,13 @@ def _fold_keys(training: Training, key: Tensor | None, number: int) -> list[Tens
                 do="call init(..., key=zfunc.random.key(seed)), or value_and_grad(..., key=)",
             )
         )
-    own = fold_in(fold_in(key, number), training.mesh.rank)
+    own = _own_key(training, key, number)
     return [fold_in(own, micro) for micro in range(accum)]
+
+
+def _own_key(training: Training, key: Tensor, number: int) -> Tensor:
+    """This rank's key for one step."""
+    return fold_in(fold_in(key, number), training.mesh.rank)
 
 
 def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> Proposal:
@@ -253,6 +291,7 @@ def _run(
     ready: Prepared,
     update: Callable[[list[Tensor | None], Verdict], None] | None,
     key: Tensor | None,
+    number: int,
     what: str,
 ) -> tuple[Outcome, Verdict]:
     """Runs the program; raises on every rank if any rank failed before the commit point."""
@@ -274,7 +313,7 @@ def _run(
         ),
         training.threads,
     )
-    with _seeded(key, ready.compiled, int(mesh.rank)):
+    with _seeded(training, ready.compiled, key, number):
         outcome = ready.compiled.executor.run(inputs)
     verdict = outcome.verdict
     assert verdict is not None
@@ -287,12 +326,14 @@ def _run(
 
 
 @contextlib.contextmanager
-def _seeded(key: Tensor | None, compiled: Compiled, rank: int) -> Iterator[None]:
+def _seeded(
+    training: Training, compiled: Compiled, key: Tensor | None, number: int
+) -> Iterator[None]:
     """With a key, operators that draw from the global generator draw from one seeded by it."""
     if key is None or not compiled.draws:
         yield
         return
-    words = fold_in(key, rank).tolist()
+    words = _own_key(training, key, number).tolist()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(words[0] << 31 ^ words[1])
         yield
@@ -331,8 +372,9 @@ def _next_state(
     )
     if training.options.has_aux:
         metrics["aux"] = _aux(training, ready.compiled, outcome)
-    memo = (training, ready.table, list(leaves))
     params = ready.table.rebuild(leaves)
+    flat = tree.leaves(params, is_leaf=is_sharded)
+    memo = _Memo(training, ready.table, list(leaves), flat, opt_state)
     step = state.step + 1
     return State(step, params, opt_state, state.key, state.scaler, state.tx, memo), metrics
 

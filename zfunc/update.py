@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from zfunc import ops, optim, tree
+from zfunc.capture import compat
+from zfunc.errors import LayoutError, explain
 from zfunc.execute import Verdict, sum_over_ranks
 from zfunc.layout import Layout
 from zfunc.meshes import Mesh
@@ -22,7 +24,14 @@ from zfunc.params import ParamTable
 from zfunc.sharded import Sharded, consume, is_sharded, whole
 from zfunc.state import State
 
-__all__ = ["Updated", "commit", "init_opt_state", "renew"]
+__all__ = [
+    "Updated",
+    "check_opt_state",
+    "commit",
+    "init_opt_state",
+    "opt_state_like",
+    "renew",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +72,46 @@ def init_opt_state(tx: Any, table: ParamTable, leaves: Sequence[Sharded]) -> Any
     return _wrapped(tx.init(table.trainable_tree(views)), views[0].layout if views else None)
 
 
+def opt_state_like(tx: Any, table: ParamTable) -> Any:
+    """The state that an optimizer would have for these parameters, of fake tensors."""
+    with compat.fake_mode():
+        leaves = [
+            Sharded(
+                torch.empty(slot.layouts.params.local_shape, dtype=slot.spec.dtype),
+                slot.layouts.params,
+            )
+            for slot in table.slots
+        ]
+        return init_opt_state(tx, table, leaves)
+
+
+def check_opt_state(opt_state: Any, like: Any) -> None:
+    """Raises `LayoutError` unless an optimizer's state has the structure and layouts of `like`."""
+    if tree.structure(opt_state) == tree.structure(like):
+        return
+    got, expected = _described(opt_state), _described(like)
+    differing = [line for line in expected if line not in got] or ["nothing more"]
+    extra = [line for line in got if line not in expected] or ["nothing in its place"]
+    raise LayoutError(
+        explain(
+            "the optimizer's state is not laid out for this step",
+            expected=differing[0],
+            got=extra[0],
+            do="bring states of other steps over with Step.adopt",
+        )
+    )
+
+
+def _described(opt_state: Any) -> list[str]:
+    """One line per leaf: its path, shape and spec."""
+    paths = tree.leaf_paths(opt_state, "opt_state", is_leaf=is_sharded)
+    leaves = tree.leaves(opt_state, is_leaf=is_sharded)
+    return [
+        f"{path}: {list(leaf.shape)} {leaf.layout.spec}" if is_sharded(leaf) else f"{path}: {leaf}"
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+
+
 def commit(
     state: State,
     table: ParamTable,
@@ -91,9 +140,11 @@ def commit(
     Returns:
         The new leaves and optimizer state.
     """
+    opt_leaves, structure = tree.flatten(state.opt_state, is_leaf=is_sharded)
+    _check_leases([*leaves, *opt_leaves])
     take = _taker(donate, what)
     new_leaves = [take(leaf) for leaf in leaves]
-    opt_state = tree.map(take, state.opt_state, is_leaf=is_sharded)
+    opt_state = tree.unflatten(structure, [take(leaf) for leaf in opt_leaves])
     views = [_opt_view(table, i, new_leaves[i]) for i in table.trainable]
     wrapped = [_gradient(view, grad) for view, grad in zip(views, grads, strict=True)]
     raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
@@ -117,6 +168,13 @@ def renew(state: State, leaves: Sequence[Sharded], *, donate: bool, what: str) -
     take = _taker(True, what)
     new_leaves = tuple(take(leaf) for leaf in leaves)
     return new_leaves, tree.map(take, state.opt_state, is_leaf=is_sharded)
+
+
+def _check_leases(leaves: Sequence[Any]) -> None:
+    """Raises `DonatedStateError`, before anything is consumed, if a leaf was."""
+    for leaf in leaves:
+        if isinstance(leaf, Sharded) and leaf.lease.consumed_by:
+            _ = leaf.local
 
 
 def _taker(donate: bool, what: str) -> Callable[[Any], Any]:
