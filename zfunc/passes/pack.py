@@ -62,17 +62,27 @@ def pack_reuse(
     """
     grouped = buckets(program.leaves, program.ops, program.derived, bucket_bytes, leaf_order)
     demand = _Demand(program, axis_sizes, grouped)
+    enough = floor_bytes if live_bytes is None else live_bytes
+    if demand.most() > enough:
+        enough = _feasible(demand, axis_sizes, live_bytes, floor_bytes)
+    kept_derived = demand.pack_derived(enough)
+    kept_buckets = demand.pack_buckets(enough, kept_derived)
+    packed = _Emitter(demand, kept_derived, kept_buckets).run()
+    return dataclasses.replace(packed, limit_bytes=enough)
+
+
+def _feasible(
+    demand: _Demand, axis_sizes: Mapping[str, int], live_bytes: int | None, floor_bytes: int
+) -> int:
+    """The budget, once the program that keeps nothing was written out and fits it."""
     least = _Emitter(demand, *demand.keep_nothing()).run()
     during = live_bytes_of(least.ops, least.values, least.leaves, axis_sizes)
     needed = max(during, default=0)
     if live_bytes is None:
-        live_bytes = max(floor_bytes, needed)
+        return max(floor_bytes, needed)
     if needed > live_bytes:
         raise _too_small(least, during.index(needed), needed, live_bytes)
-    kept_derived = demand.pack_derived(live_bytes)
-    kept_buckets = demand.pack_buckets(live_bytes, kept_derived)
-    packed = _Emitter(demand, kept_derived, kept_buckets).run()
-    return dataclasses.replace(packed, limit_bytes=live_bytes)
+    return live_bytes
 
 
 Run = tuple[int, int]
@@ -157,6 +167,10 @@ class _Demand:
             + max((self.transient(item) for item in items), default=0)
             + self.grads[at]
         )
+
+    def most(self) -> int:
+        """No less than what a program needs that keeps nothing."""
+        return max(self.base, default=0)
 
     def keep_nothing(self) -> tuple[dict[int, list[Run]], dict[int, list[Run]]]:
         """The runs of the program that needs least: everything is made anew for each use."""

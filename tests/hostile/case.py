@@ -1,0 +1,203 @@
+"""A case: one kind of tree, loss or batch that breaks other systems, and its right value.
+
+A case is written as a loss under a decorator. `perform` trains it on one rank of any mesh;
+`expected` trains it densely, by plain autograd in one process, in the order of sums that the library
+promises. What both saw must be equal: bit for bit where the data are integers, else within a bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import zfunc
+from tests.harness import Plan, assert_equal, gathered, planned
+from tests.oracle import Oracle, Result, Sgd
+from zfunc import optim, tree
+
+__all__ = ["RATE", "Case", "Seen", "case", "cases_of", "compare", "expected", "ints", "perform"]
+
+RATE = 2.0**-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One kind of hostile input.
+
+    Attributes:
+        loss: `loss(params, batch)`, perhaps with `key`.
+        params: rank -> that rank's copy of the tree.
+        batch: (rank, step) -> that rank's batch; with `accum` a list of micro-batches.
+        dense: the loss that the oracle runs, where it is not `loss` itself.
+        before: called with the batch before each call of the step.
+        keys: (rank, step, micro) -> the key that the loss must get, for one that takes a key.
+        rung: what `explain` must say of the last signature: rung and derivation.
+        worlds: the sizes of the meshes of virtual ranks; 4 is 2 x 2.
+        steps: how many training steps are compared.
+        tol: 0 for equality of bits, else the bound relative to the largest value.
+        tx: the optimizer and the oracle's own.
+        train: per tensor leaf whether it trains, for the oracle.
+        options: further options of `shard`.
+        oracle: further options of the oracle.
+    """
+
+    loss: Callable[..., Any]
+    params: Callable[[int], Any]
+    batch: Callable[[int, int], Any]
+    dense: Callable[..., Any] | None = None
+    before: Callable[[Any], None] | None = None
+    keys: Callable[[int, int, int], Tensor] | None = None
+    rung: str = "traced vjp"
+    worlds: tuple[int, ...] = (1, 2, 3, 4)
+    steps: int = 2
+    tol: float = 0.0
+    tx: tuple[Any, Any] = (optim.sgd(RATE), Sgd(RATE))
+    train: list[bool] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    oracle: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def accum(self) -> int:
+        """Micro-batches per step."""
+        return self.options.get("accum", 1)
+
+    @property
+    def has_aux(self) -> bool:
+        """Whether the loss returns aux."""
+        return self.options.get("has_aux", False)
+
+
+@dataclasses.dataclass
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        value: the loss before the first step.
+        grads: its whole gradients, in canonical order.
+        steps: per step its loss, norm, whether it was skipped, aux, and the leaves after it.
+        rung: rung and derivation of the program used last.
+    """
+
+    value: float
+    grads: list[Tensor]
+    steps: list[tuple[float, float, bool, Any, list[Tensor]]]
+    rung: str
+
+
+def case(
+    params: Callable[[int], Any], batch: Callable[[int, int], Any], **settings: Any
+) -> Callable[[Callable[..., Any]], Case]:
+    """Makes a `Case` of the loss below it."""
+    return lambda loss: Case(loss, params, batch, **settings)
+
+
+def cases_of(module: ModuleType) -> dict[str, Case]:
+    """The cases of a module, by name."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Case)}
+
+
+def perform(mesh: zfunc.Mesh, module: str, name: str, plan: Plan | None = None) -> Seen:
+    """Trains a case on one rank."""
+    this: Case = getattr(importlib.import_module(module), name)
+    capture = zfunc.Capture("auto", check_every=1)
+    step = zfunc.shard(this.loss, mesh, **({"capture": capture} | dict(this.options)))
+    if plan is not None:
+        step = planned(step, plan)
+    key = None if this.keys is None else zfunc.random.key(0)
+    state = step.init(this.params(mesh.rank), this.tx[0], key=key)
+    before = this.before or (lambda batch: None)
+    batches = [this.batch(mesh.rank, number) for number in range(this.steps)]
+    before(batches[0])
+    value, grads = step.value_and_grad(state.params, batches[0], key=state.key)
+    if this.has_aux:
+        value, _ = value
+    steps = []
+    for batch in batches:
+        before(batch)
+        state, m = step(state, batch)
+        numbers = float(m["loss"]), float(m["grad_norm_clipped"]), bool(m["skipped"])
+        steps.append((*numbers, m.get("aux"), gathered(state.params)))
+    last = step.explain().signatures[-1]
+    return Seen(float(value), gathered(grads), steps, f"{last.rung} {last.derivation}")
+
+
+def expected(this: Case, axes: Mapping[str, int]) -> tuple[Result, list[Result], list[list[Tensor]]]:
+    """Trains a case densely: the first gradient, and result and leaves of every step."""
+    loss, world = this.dense or this.loss, math.prod(axes.values())
+    oracle = Oracle(
+        loss,
+        this.params(0),
+        this.tx[1],
+        axes=axes,
+        trainable=this.train,
+        has_aux=this.has_aux,
+        **this.oracle,
+    )
+    first, results, leaves = None, [], []
+    for step in range(this.steps):
+        rows = [this.batch(rank, step) for rank in range(world)]
+        rows = [row if this.accum > 1 else [row] for row in rows]
+        keys = _keys(this, world, step)
+        if first is None:
+            first = oracle.value_and_grad(rows, keys)
+        results.append(oracle.step(rows, keys))
+        leaves.append(oracle.tensors)
+    assert first is not None
+    return first, results, leaves
+
+
+def _keys(this: Case, world: int, step: int) -> list[list[Tensor]] | None:
+    if this.keys is None:
+        return None
+    return [[this.keys(r, step, micro) for micro in range(this.accum)] for r in range(world)]
+
+
+def compare(this: Case, seen: list[Seen], axes: Mapping[str, int]) -> None:
+    """Asserts that every rank saw what the dense run gives."""
+    first, results, leaves = expected(this, axes)
+    for rank, one in enumerate(seen):
+        assert one.rung == this.rung
+        if not first.skipped:
+            _close(one.value, first.loss, this.tol)
+            assert_equal(one.grads, [g for g in first.grads if g is not None], this.tol)
+        for got, result, after in zip(one.steps, results, leaves, strict=True):
+            loss, norm, skipped, aux, tensors = got
+            _close(loss, result.loss, this.tol)
+            assert skipped == result.skipped
+            if not skipped:
+                _close(norm, result.clipped, max(this.tol, 1e-12))
+            assert_equal(tensors, after, this.tol)
+            if this.has_aux:
+                _same_aux(aux if this.accum > 1 else [aux], result.aux[rank], this.tol)
+
+
+def _close(got: float, right: float, tol: float) -> None:
+    if math.isfinite(right):
+        assert abs(got - right) <= tol * max(1.0, abs(right)), (got, right)
+    else:
+        assert got == right or math.isnan(got) and math.isnan(right), (got, right)
+
+
+def _same_aux(got: Any, right: Any, tol: float) -> None:
+    one, structure = tree.flatten(got)
+    other, same = tree.flatten(right)
+    assert structure == same
+    for a, b in zip(one, other, strict=True):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            assert_equal([a], [b], tol)
+        else:
+            assert a == b
+
+
+def ints(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Small integers, exact in any dtype, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
