@@ -7,6 +7,7 @@ be if the function were run as it is.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,8 @@ def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Progra
     Raises:
         LayoutError: it takes a key and there is none.
     """
-    wants_key = takes_key(init_fn) or _num_parameters(init_fn) > 0
+    by_name = takes_key(init_fn)
+    wants_key = by_name or _num_parameters(init_fn) > 0
     if wants_key and key is None:
         raise LayoutError(
             explain(
@@ -70,7 +72,7 @@ def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Progra
     args = Argument(tree.structure((0,) if wants_key else ()), slots)
 
     def function(_: Any, *keys: Tensor) -> Any:
-        return init_fn(*keys)
+        return init_fn(key=keys[0]) if by_name else init_fn(*keys)
 
     traced = trace_forward(function, Argument(tree.structure(None), ()), args, pure=False)
     program = to_program(traced, getattr(init_fn, "__name__", "init"))
@@ -97,12 +99,13 @@ def run_init(program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh
             executor.perform(frame, item)
             if frame.error is not None:
                 raise frame.error
-        for position in done_after.get(at - 1, ()):
+        complete = done_after.get(at - 1, ())
+        for position in complete:
             full = frame.env[outputs[position]]
             made[position] = cut(full, table.slots[position].layouts, mesh)
             sums[position] = checksum(full) if mesh.comm is not None else 0
             del full
-            executor.free(frame, Free((outputs[position],)))
+        executor.free(frame, Free(tuple(outputs[position] for position in complete)))
     order = range(len(outputs))
     compare_checksums([sums[i] for i in order], [slot.path for slot in table.slots], mesh)
     return [made[i] for i in order]
@@ -122,9 +125,13 @@ def _completion(program: Program) -> dict[int, list[int]]:
 
 
 def _num_parameters(function: Callable[..., Any]) -> int:
-    code = getattr(function, "__code__", None)
-    defaults = getattr(function, "__defaults__", None) or ()
-    return 0 if code is None else code.co_argcount - len(defaults)
+    """How many arguments a function must be given by position."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is p.empty for p in parameters)
 
 
 def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | None) -> State:

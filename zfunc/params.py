@@ -142,7 +142,7 @@ def trains(dtype: torch.dtype) -> bool:
 def cut(tensor: Tensor, row: LeafLayouts, mesh: Mesh) -> Sharded:
     """This rank's piece of a leaf, in a buffer of its own."""
     layout = row.params
-    tensor = tensor.detach().to(mesh.device)
+    tensor = tensor.detach().to(mesh.device).resolve_conj().resolve_neg()
     if layout.axis is None:
         return Sharded(tensor.clone(memory_format=torch.contiguous_format), layout)
     start, stop = layout.range
@@ -179,7 +179,8 @@ def compare_checksums(sums: Sequence[int], paths: Sequence[str], mesh: Mesh) -> 
 
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's values."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    data = data.reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy())  # pyright: ignore
 
 
