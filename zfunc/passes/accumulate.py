@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 from zfunc.layout import ShapeDtype
 from zfunc.meshes import Mesh, chunk_numel, shard_range
-from zfunc.passes.buckets import BUCKET_BYTES, buckets
+from zfunc.passes.buckets import BUCKET_BYTES, buckets, first_uses
+from zfunc.passes.union import with_weight
 from zfunc.program.ir import (
     Accumulate,
     Call,
@@ -30,6 +31,7 @@ from zfunc.program.ir import (
     Value,
     Wait,
     map_refs,
+    reads,
     writes,
 )
 
@@ -58,6 +60,8 @@ def accumulate(
     Returns:
         A program in mode "step", "grad" or "forward".
     """
+    if any(m.weight is not None for micro in micros for m in micro.micros):
+        micros = [with_weight(micro) for micro in micros]
     join = _Join(mesh, update, once)
     for number, micro in enumerate(micros):
         join.append(micro, number)
@@ -65,9 +69,11 @@ def accumulate(
         # A rank that failed would send zeros into the function's own collectives: all must know.
         asks = any(isinstance(op, Collective) for op in join.ops)
         return join.program(micros[0].name, "forward", [Status((), (), ())] if asks else [])
+    order = first_uses(tuple(join.leaves), join.ops, {}) if leaf_order is None else leaf_order
+    order = dict.fromkeys([*order, *join.with_grads()])
     groups = [
         tuple(i for i in group if join.leaves[i].trainable)
-        for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes, leaf_order)
+        for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes, list(order))
     ]
     reduced = join.reduce([group for group in groups if group])
     tail: list[Op] = [
@@ -136,13 +142,13 @@ class _Join:
         """Inserts reduces and accumulation; returns each trainable leaf's reduced gradient."""
         sums: dict[int, int] = {}
         after: dict[int, list[Op]] = {}
-        made = {value: at for at, op in enumerate(self.ops) for value in writes(op)}
+        done = self._last_touches()
         for micro in self.micros:
             for group in groups:
                 fresh = {i: grad for i in group if (grad := micro.grads[i]) is not None}
                 if not fresh:
                     continue
-                emit = after.setdefault(max(made[grad] for grad in fresh.values()), [])
+                emit = after.setdefault(max(done[grad] for grad in fresh.values()), [])
                 for i, grad in fresh.items():
                     self._mark(grad, "grad" if self._steps(i) else "shard")
                 if self._per_micro(group[0]):
@@ -154,6 +160,22 @@ class _Join:
                 self._reduce_into([i for i in group if i in sums], sums, end)
         self.ops = [new for at, op in enumerate(self.ops) for new in (op, *after.get(at, ()))]
         return tuple(sums.get(i) for i, leaf in enumerate(self.leaves) if leaf.trainable)
+
+    def with_grads(self) -> list[int]:
+        """The leaves that have a gradient, which the ops need not read."""
+        return sorted({i for m in self.micros for i, g in enumerate(m.grads) if g is not None})
+
+    def _last_touches(self) -> dict[int, int]:
+        """The last op that makes or reads each gradient or shares its storage.
+
+        What the backward pass hands to several inputs is the gradient of one, read on for others.
+        """
+        touched: dict[int, int] = {}
+        for at, op in enumerate(self.ops):
+            for value in (*reads(op), *writes(op)):
+                touched[self.values[value].owner] = at
+        grads = [g for m in self.micros for g in m.grads if g is not None]
+        return {grad: touched[self.values[grad].owner] for grad in grads}
 
     def _per_micro(self, leaf: int) -> bool:
         """Whether each micro-batch's gradient is reduced by itself."""

@@ -29,7 +29,7 @@ from zfunc.program.ir import (
     Wait,
 )
 
-__all__ = ["Unit", "merge", "merge_all", "units", "with_ghosts", "with_zero_grads"]
+__all__ = ["Unit", "merge", "merge_all", "units", "with_ghosts", "with_weight", "with_zero_grads"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +100,23 @@ def with_zero_grads(program: Program, leaves: Sequence[int]) -> Program:
         values=tuple(values),
         ops=tuple(ops),
         micros=(dataclasses.replace(micro, grads=tuple(grads)),),
+    )
+
+
+def with_weight(program: Program) -> Program:
+    """Gives a captured micro-batch whose loss has no weight the weight 1."""
+    (micro,) = program.micros
+    if micro.weight is not None:
+        return program
+    out = len(program.values)
+    value = Value("weight", ShapeDtype((), torch.float64), out, 8, "activation")
+    ones = torch.ops.aten.ones.default
+    op = Compute(ones, ([],), (("dtype", torch.float64),), (out,), False, "forward")
+    return dataclasses.replace(
+        program,
+        values=(*program.values, value),
+        ops=(*program.ops, op),
+        micros=(dataclasses.replace(micro, weight=out),),
     )
 
 

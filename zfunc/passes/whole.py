@@ -18,7 +18,7 @@ from zfunc.meshes import Mesh
 from zfunc.passes.accumulate import accumulate
 from zfunc.passes.buckets import BUCKET_BYTES, buckets
 from zfunc.passes.live import live_bytes as live_bytes_of
-from zfunc.passes.union import with_zero_grads
+from zfunc.passes.union import with_weight, with_zero_grads
 from zfunc.program.ir import (
     Call,
     Collective,
@@ -101,7 +101,7 @@ def whole_program(
     """
     trainable = [i for i, leaf in enumerate(micros[0].leaves) if leaf.trainable]
     if micros[0].mode != "forward":
-        micros = [_weighted(with_zero_grads(micro, trainable)) for micro in micros]
+        micros = [with_weight(with_zero_grads(micro, trainable)) for micro in micros]
     order = [i for i, leaf in enumerate(micros[0].leaves) if leaf.is_param]
     program = accumulate(
         micros, mesh, update=update, bucket_bytes=bucket_bytes, leaf_order=order, once=True
@@ -126,23 +126,6 @@ def whole_program(
             op="gather of all leaves",
         )
     return dataclasses.replace(program, limit_bytes=limit)
-
-
-def _weighted(program: Program) -> Program:
-    """Gives a loss without a weight the weight 1: what a function returns is known only later."""
-    (micro,) = program.micros
-    if micro.weight is not None:
-        return program
-    out = len(program.values)
-    value = Value("weight", ShapeDtype((), torch.float64), out, 8, "activation")
-    ones = torch.ops.aten.ones.default
-    op = Compute(ones, ([],), (("dtype", torch.float64),), (out,), False, "forward")
-    return dataclasses.replace(
-        program,
-        values=(*program.values, value),
-        ops=(*program.ops, op),
-        micros=(dataclasses.replace(micro, weight=out),),
-    )
 
 
 def _gather_first(program: Program, bucket_bytes: int) -> Program:
