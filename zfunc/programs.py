@@ -151,7 +151,8 @@ class Programs:
         self.takes_key = takes_key(function)
         self.hits = 0
         self.misses = 0
-        self.resolved = Bounded[Hashable, Any](self.capture.max_signatures)
+        self.agreed = Bounded[Hashable, Any](self.capture.max_signatures)
+        self.resolved = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._known = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._captured = Bounded[Hashable, tuple[Traced, Program]](self.capture.max_signatures)
         self._calls: dict[ParamTable, int] = {}

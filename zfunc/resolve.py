@@ -17,7 +17,7 @@ from zfunc.errors import BudgetError, ProgramMismatchError, explain
 from zfunc.passes import stages
 from zfunc.passes.buckets import first_uses
 from zfunc.passes.live import live_bytes
-from zfunc.passes.union import Unit, merge_all, units, with_ghosts, with_zero_grads
+from zfunc.passes.union import Unit, merge_all, units, with_ghosts, with_weight, with_zero_grads
 from zfunc.passes.whole import whole_program
 from zfunc.program.ir import Collective, Program
 from zfunc.programs import Compiled, Programs
@@ -27,18 +27,20 @@ __all__ = ["resolve"]
 _LONGEST = 1.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Resolution:
-    """What all ranks settled on.
+    """What all ranks settled on; compared by identity.
 
     Attributes:
         leaf_order: the leaves that some rank uses, in an order that suits all.
         grads: the leaves for which some rank has a gradient.
+        weighted: whether some rank's loss has a weight; then all count theirs.
         merged: the common sequence; None for the program that gathers all leaves first.
     """
 
     leaf_order: tuple[int, ...]
     grads: tuple[int, ...]
+    weighted: bool
     merged: tuple[Unit, ...] | None
 
 
@@ -62,19 +64,20 @@ def resolve(
         ProgramMismatchError: the functions' own collectives differ.
         RemoteRankError: another rank failed.
     """
-    known: Compiled | None = programs.resolved.get((own, digests))
-    if known is not None:
-        return known
-    agreed: _Resolution | None = programs.resolved.get(digests)
+    # All ranks look up the same digests in the same order, so they forget, and negotiate, alike.
+    agreed: _Resolution | None = programs.agreed.get(digests)
     if agreed is None:
         agreed = _negotiate(programs, own, what, update)
-        programs.resolved.put(digests, agreed)
+        programs.agreed.put(digests, agreed)
+    known: Compiled | None = programs.resolved.get((own, agreed))
+    if known is not None:
+        return known
     if agreed.merged is None:
         program = _whole(programs, own, update)
     else:
         program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
     compiled = own.with_program(program, programs.mesh)
-    programs.resolved.put((own, digests), compiled)
+    programs.resolved.put((own, agreed), compiled)
     return compiled
 
 
@@ -82,25 +85,30 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
     """Exchanges what ranks use, then their sequences; every rank comes to the same result."""
     mesh = programs.mesh
     rows = exchange_facts(mesh, _facts(own), what)
-    if any(row["asks"] != rows[0]["asks"] for row in rows):
+    asks = rows[0]["asks"]
+    if any(row["asks"] != asks for row in rows):
         raise ProgramMismatchError(
             explain(
                 f"{what}: the functions' own collectives differ between ranks",
-                expected=f"rank 0: {rows[0]['asks']}",
-                got=next(f"rank {r}: {x['asks']}" for r, x in enumerate(rows) if x != rows[0]),
+                expected=f"rank 0: {asks}",
+                got=next(f"rank {r}: {x['asks']}" for r, x in enumerate(rows) if x["asks"] != asks),
                 do="call gather and scatter inside the function on every rank alike",
             )
         )
     order: tuple[int, ...] = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
     grads = tuple(sorted({leaf for row in rows for leaf in row["grads"]}))
-    agreed = _Resolution(order, grads, None)
+    agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
     if all(row["traced"] for row in rows):
         sequences = exchange_facts(mesh, _try_units(programs, own, agreed, update), what)
         if None not in sequences:
             merged = tuple(merge_all(sequences))
             longest = max(map(len, sequences))
-            fits = len(merged) <= _LONGEST * longest and _fits(
-                programs, own, dataclasses.replace(agreed, merged=merged), update
+            # No rank can take part in a collective of the function that it does not make itself.
+            same = sum(unit.kind == "ask" for unit in merged) == len(asks)
+            fits = (
+                same
+                and len(merged) <= _LONGEST * longest
+                and _fits(programs, own, dataclasses.replace(agreed, merged=merged), update)
             )
             if all(exchange_facts(mesh, fits, what)):
                 return dataclasses.replace(agreed, merged=merged)
@@ -124,6 +132,7 @@ def _facts(own: Compiled) -> dict[str, Any]:
         "asks": asks,
         "order": list(dict.fromkeys(_uses(own.micros))),
         "grads": sorted(grads),
+        "weighted": any(micro.micros[0].weight is not None for micro in own.micros),
     }
 
 
@@ -140,6 +149,8 @@ def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool
     micros = own.micros
     if micros[0].mode != "forward":
         micros = tuple(with_zero_grads(micro, agreed.grads) for micro in micros)
+    if agreed.weighted:
+        micros = tuple(with_weight(micro) for micro in micros)
     built = dict(
         stages(
             micros,
@@ -164,10 +175,13 @@ def _try_units(
         return error
 
 
-def _fits(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> bool:
+def _fits(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> bool | Exception:
     """Whether the union keeps this rank's budget."""
     assert agreed.merged is not None
-    program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
+    try:
+        program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
+    except Exception as error:
+        return error
     sizes = dict(programs.mesh.axes)
     during = live_bytes(program.ops, program.values, program.leaves, sizes)
     return max(during, default=0) <= (program.limit_bytes or 0)
