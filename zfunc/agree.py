@@ -24,6 +24,7 @@ __all__ = [
     "exchange_facts",
     "exchange_failures",
     "hash_of",
+    "naming",
     "raise_failures",
     "spelled",
     "telling_others",
@@ -60,6 +61,15 @@ def spelled(part: object) -> str:
 
 
 @contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Says in the error about a lost rank in which call it was lost."""
+    try:
+        yield
+    except RankLostError as error:
+        raise RankLostError(f"{what}: {error}") from error
+
+
+@contextlib.contextmanager
 def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
     """Turns a failure before agreement into an error on every rank.
 
@@ -71,7 +81,7 @@ def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
         yield
     except RankLostError:
         raise
-    except Exception as error:
+    except BaseException as error:
         if mesh.comm is not None:
             mesh.comm.exchange(_FAILED)
             _exchange_messages(mesh, error, what)

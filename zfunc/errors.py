@@ -38,7 +38,16 @@ class BudgetError(ValueError):
         op: the op that needs it, as text.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int, limit_bytes: int, path: str, op: str):
+    # The defaults serve pickle, which makes an error of its message and sets the rest afterwards.
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int = 0,
+        limit_bytes: int = 0,
+        path: str = "",
+        op: str = "",
+    ):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
@@ -77,7 +86,7 @@ class RemoteRankError(RuntimeError):
         rank: the lowest rank that failed.
     """
 
-    def __init__(self, message: str, *, rank: int):
+    def __init__(self, message: str, *, rank: int = 0):
         super().__init__(message)
         self.rank = rank
 

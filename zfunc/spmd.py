@@ -18,13 +18,14 @@ from zfunc.agree import (
     agree,
     exchange_failures,
     hash_of,
+    naming,
     raise_failures,
     telling_others,
 )
 from zfunc.capture import describe
 from zfunc.comm import as_mesh
 from zfunc.dynamic import call_forward
-from zfunc.execute import Inputs
+from zfunc.execute import Inputs, Interrupts, Outcome, deferred_interrupts
 from zfunc.explain import Explanation, explain_programs
 from zfunc.layout import Flat, P, layouts_of
 from zfunc.lowered import Lowered
@@ -114,8 +115,16 @@ class Forward:
         Raises:
             RemoteRankError: another rank raised before the first collective, or in the middle.
         """
-        mesh, what = self._mesh, f"a call of {self._programs.name}"
-        with telling_others(mesh, what):
+        what = f"a call of {self._programs.name}"
+        with naming(what), deferred_interrupts() as interrupts:
+            outcome, compiled = self._run(params, args, what, interrupts)
+        return self._cut(compiled.aux(outcome, 0))
+
+    def _run(
+        self, params: Any, args: Any, what: str, interrupts: Interrupts
+    ) -> tuple[Outcome, Compiled]:
+        mesh = self._mesh
+        with telling_others(mesh, what), interrupts.heard():
             table, compiled, tensors = self._prepare(params, args)
             leaves = table.leaves_of(params)
             leaves += [tensor for tensor in tensors if is_sharded(tensor)]
@@ -141,7 +150,7 @@ class Forward:
                 raise_failures(list(outcome.verdict.failed_ranks), messages, what)
         if outcome.error is not None:
             raise outcome.error
-        return self._cut(compiled.aux(outcome, 0))
+        return outcome, compiled
 
     def lower(self, params_like: Any, *args_like: Any) -> Lowered:
         """Captures and plans without running; arguments may be `ShapeDtype`."""

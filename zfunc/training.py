@@ -22,6 +22,7 @@ from zfunc.agree import (
     agree,
     exchange_failures,
     hash_of,
+    naming,
     raise_failures,
     spelled,
     telling_others,
@@ -29,7 +30,7 @@ from zfunc.agree import (
 from zfunc.capture import Argument, describe
 from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
-from zfunc.execute import Inputs, Outcome, Verdict
+from zfunc.execute import Inputs, Outcome, Verdict, deferred_interrupts
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, leaf_facts
 from zfunc.program.ir import Program, Status
@@ -107,12 +108,23 @@ class _Memo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call that is ready to run."""
+    """A call that is ready to run.
+
+    Attributes:
+        table: the parameters.
+        leaves: their `Sharded` leaves.
+        compiled: the program.
+        batches: the micro-batches as given.
+        pieces: this rank's piece of every leaf of the program.
+        tensors: per micro-batch its tensors, pieces of `Sharded` arguments among them.
+        keys: per micro-batch its folded key, or None.
+    """
 
     table: ParamTable
     leaves: list[Sharded]
     compiled: Compiled
     batches: list[Any]
+    pieces: list[Tensor]
     tensors: list[list[Any]]
     keys: list[Tensor | None]
 
@@ -123,10 +135,6 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
     with telling_others(mesh, "step"):
         number = int(state.step)
         what = f"step {number}"
-        ready = prepare(training, state.params, batch, state.key, number, state=state)
-        context = ("step", number, state.tx, options.nonfinite)
-        proposal = _proposal(training, ready, context)
-    ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=True)
     box: dict[str, Any] = {}
 
     def update(grads: list[Tensor | None], verdict: Verdict) -> None:
@@ -144,20 +152,27 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
             what=what,
         )
 
-    outcome, verdict = _run(training, ready, update, state.key, number, what)
-    if "updated" not in box and options.nonfinite == "raise":
-        raise NonFiniteError(_nonfinite_message(ready.table, verdict, what))
-    return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
+    with naming(what), deferred_interrupts() as interrupts:
+        with telling_others(mesh, what), interrupts.heard():
+            ready = prepare(training, state.params, batch, state.key, number, state=state)
+            context = ("step", number, state.tx, options.nonfinite)
+            proposal = _proposal(training, ready, context)
+        ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=True)
+        outcome, verdict = _run(training, ready, update, state.key, number, what)
+        if "updated" not in box and options.nonfinite == "raise":
+            raise NonFiniteError(_nonfinite_message(ready.table, verdict, what))
+        return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
 
 
 def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -> tuple[Any, Any]:
     """The global mean loss (with aux) and the gradients; see `Step.value_and_grad`."""
     mesh, what = training.mesh, "value_and_grad"
-    with telling_others(mesh, what):
-        ready = prepare(training, params, batch, key, 0)
-        proposal = _proposal(training, ready, (what,))
-    ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
-    outcome, verdict = _run(training, ready, None, key, 0, what)
+    with naming(what), deferred_interrupts() as interrupts:
+        with telling_others(mesh, what), interrupts.heard():
+            ready = prepare(training, params, batch, key, 0)
+            proposal = _proposal(training, ready, (what,))
+        ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
+        outcome, verdict = _run(training, ready, None, key, 0, what)
     table, program = ready.table, ready.compiled.program
     sums = _reduced(program)
     grads = []
@@ -206,21 +221,24 @@ def prepare(
             )
         batches = list(batch)
     arguments: list[Argument] = []
-    tensors: list[list[Any]] = []
+    given: list[list[Any]] = []
     dynamic = training.programs.is_dynamic(table)
     for one in batches:
         argument, found = describe(one, "batch", mesh.device, static=not dynamic)
         arguments.append(argument)
-        tensors.append(found)
+        given.append(found)
     compiled = training.programs.loss(
         table, arguments, update=state is not None, has_aux=options.has_aux
     )
     if compiled.rung == "dynamic":
-        tensors = [[] for _ in batches]
+        given = [[] for _ in batches]
     folded: list[Tensor | None] = [None] * options.accum
     if keys:
         folded = _fold_keys(training, key, number)
-    return Prepared(table, leaves, compiled, batches, tensors, folded)
+    sharded = [one for found in given for one in found if isinstance(one, Sharded)]
+    pieces = [leaf.local for leaf in (*leaves, *sharded)]
+    tensors = [[getattr(one, "local", one) for one in found] for found in given]
+    return Prepared(table, leaves, compiled, batches, pieces, tensors, folded)
 
 
 def known_leaves(
@@ -296,11 +314,9 @@ def _run(
 ) -> tuple[Outcome, Verdict]:
     """Runs the program; raises on every rank if any rank failed before the commit point."""
     mesh = training.mesh
-    pieces = [[getattr(t, "local", t) for t in found] for found in ready.tensors]
-    arguments = [t for found in ready.tensors for t in found if isinstance(t, Sharded)]
     inputs = Inputs(
-        [leaf.local for leaf in (*ready.leaves, *arguments)],
-        pieces,
+        ready.pieces,
+        ready.tensors,
         ready.keys,
         update,
         lambda fulls, micro: call_loss(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zfunc.errors import RankLostError
 from zfunc.execute import status
-from zfunc.execute.interrupt import deferred_interrupts
+from zfunc.execute.interrupt import Interrupts, deferred_interrupts
 from zfunc.execute.segments import Segment, compile_segments
 from zfunc.meshes import Handle, Mesh
 from zfunc.program.ir import (
@@ -74,6 +74,8 @@ class Frame:
         error: what this rank raised, once it has.
         aux: what called functions returned besides, per micro-batch.
         verdict: what the status op found.
+        total_weight: the divisor of the objective, once it is known.
+        interrupts: what has arrived of SIGINT.
     """
 
     env: list[Any]
@@ -84,7 +86,8 @@ class Frame:
     waited_s: float = 0.0
     error: BaseException | None = None
     verdict: status.Verdict | None = None
-    total_weight: float = 0.0
+    total_weight: float | None = None
+    interrupts: Interrupts = dataclasses.field(default_factory=Interrupts)
     aux: dict[int, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -96,7 +99,7 @@ class Outcome:
         env: the values that the program names as outputs are still in it.
         verdict: what the status op found; None in mode "forward".
         error: what this rank raised before the status op, or None.
-        total_weight: the number of losses, or the total weight of weighted ones.
+        total_weight: the number of losses, or the total weight of weighted ones; None without.
         waited_s: seconds spent waiting for collectives (exposed communication).
         aux: what called functions returned besides, per micro-batch.
     """
@@ -104,7 +107,7 @@ class Outcome:
     env: list[Any]
     verdict: status.Verdict | None
     error: BaseException | None
-    total_weight: float
+    total_weight: float | None
     waited_s: float
     aux: Mapping[int, Any]
 
@@ -144,10 +147,8 @@ class Executor:
         """
         frame = self.bind(inputs)
         try:
-            with deferred_interrupts() as interrupted:
+            with deferred_interrupts() as frame.interrupts:
                 for item in self.schedule:
-                    if frame.verdict is None and interrupted():
-                        self.fail(frame, KeyboardInterrupt())
                     self.perform(frame, item)
         except BaseException:
             self.abandon(frame)
@@ -175,24 +176,38 @@ class Executor:
 
     def perform(self, frame: Frame, item: Op | Segment) -> None:
         """Performs one item of the schedule, or its communication alone after a failure."""
-        if frame.error is not None and isinstance(item, Segment | Call | Rng | Accumulate | Update):
-            return
         method = self._methods[type(item)]
-        if not isinstance(item, Segment | Call | Rng):
+        if frame.verdict is not None:
             method(frame, item)
+            return
+        computes = isinstance(item, Segment | Call | Rng | Accumulate)
+        if computes and frame.error is not None:
             return
         try:
-            method(frame, item)
+            if isinstance(item, Segment | Call):
+                with frame.interrupts.heard():
+                    method(frame, item)
+            else:
+                if frame.error is None:
+                    frame.interrupts.raise_arrived()
+                method(frame, item)
         except RankLostError:
             raise
-        except Exception as error:
+        except BaseException as error:
             self.fail(frame, error)
+            if not computes:
+                method(frame, item)
 
     def fail(self, frame: Frame, error: BaseException) -> None:
-        """Notes this rank's failure; alone, there is nobody to go on for."""
-        if self.mesh.comm is None:
+        """Notes this rank's failure; peers are sent zeros for what is dropped here.
+
+        Alone, or at the second failure, there is nothing to go on for.
+        """
+        if self.mesh.comm is None or frame.error is not None:
             raise error
-        frame.error = frame.error or error
+        frame.error = error
+        frame.env[:] = [None] * len(frame.env)
+        self._restore(frame)
 
     def segment(self, frame: Frame, item: Segment) -> None:
         item.run(frame.env)
@@ -261,15 +276,11 @@ class Executor:
             self._restore(frame)
 
     def status(self, frame: Frame, op: Status) -> None:
-        try:
-            own = self._report(frame, op)
-        except RankLostError:
-            raise
-        except Exception as error:
-            if self.mesh.comm is None:
-                raise
-            frame.error = error
-            own = status.failure(len(op.grads))
+        if frame.total_weight is None:
+            frame.total_weight = self._total(frame, op)
+        own = status.failure(len(op.grads))
+        if frame.error is None:
+            own = self._report(frame, op, frame.total_weight)
         frame.verdict = status.agree(self.mesh, own, self.grad_layouts)
 
     def update(self, frame: Frame, op: Update) -> None:
@@ -299,28 +310,23 @@ class Executor:
             return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
         return torch.default_generator
 
-    def _report(self, frame: Frame, op: Status) -> status.Report:
+    def _report(self, frame: Frame, op: Status, total_weight: float) -> status.Report:
         """Divides the gradients by the number of losses, or the total weight, and measures them."""
-        env = frame.env
-        weights = [0.0 if frame.error else float(env[value]) for value in op.weights]
-        frame.total_weight = self._total(op, weights)
-        if frame.error is not None:
-            return status.failure(len(op.grads))
-        grads = [None if grad is None else env[grad] for grad in op.grads]
+        grads = [None if grad is None else frame.env[grad] for grad in op.grads]
         present = [grad for grad in grads if grad is not None]
-        if present and frame.total_weight not in (0.0, 1.0):
-            torch._foreach_div_(present, frame.total_weight)  # pyright: ignore
-        loss = sum(float(env[value]) for value in op.losses)
+        if present and total_weight not in (0.0, 1.0):
+            torch._foreach_div_(present, total_weight)  # pyright: ignore
+        loss = sum(float(frame.env[value]) for value in op.losses)
         own = status.report(loss, grads, frame.inputs.threads)
-        empty = bool(op.weights) and frame.total_weight == 0.0
+        empty = bool(op.weights) and total_weight == 0.0
         return dataclasses.replace(own, nonfinite=own.nonfinite or empty)
 
-    def _total(self, op: Status, weights: Sequence[float]) -> float:
+    def _total(self, frame: Frame, op: Status) -> float:
         """The divisor of the objective: all losses of all ranks, or their total weight."""
         if not op.weights:
             return float(self.mesh.size * len(op.losses))
-        own = status.Report(False, False, sum(weights), ())
-        return status.agree(self.mesh, own, ()).loss
+        weight = 0.0 if frame.error else sum(float(frame.env[value]) for value in op.weights)
+        return status.agree(self.mesh, status.Report(False, False, weight, ()), ()).loss
 
     def _empty(self, value: int) -> Tensor:
         spec = self.program.values[value].spec
