@@ -12,7 +12,7 @@ from typing import Any
 import optree
 
 from zfunc import tree
-from zfunc.agree import telling_others
+from zfunc.agree import Proposal, agree, hash_of, spelled, telling_others
 from zfunc.collective import gather
 from zfunc.errors import LayoutError, explain
 from zfunc.layout import Layout, P
@@ -28,25 +28,35 @@ __all__ = ["adopt"]
 def adopt(training: Training, state: State) -> State:
     """Brings a state over to a step; see `Step.adopt`."""
     mesh, options = training.mesh, training.options
-    with telling_others(mesh, "adopt"):
-        old = [leaf for leaf in tree.leaves(state.params, is_leaf=is_sharded) if is_sharded(leaf)]
-        _check_processes(old, mesh.processes)
-        table = ParamTable.of(state.params, mesh, options.specs, options.trainable)
     what = f"adopt at step {int(state.step)}"
+    with telling_others(mesh, what):
+        old = [leaf for leaf in tree.leaves(state.params, is_leaf=is_sharded) if is_sharded(leaf)]
+        kept = dict(_by_path(state.opt_state))
+        given = [*old, *(leaf for leaf in kept.values() if is_sharded(leaf))]
+        _check_processes(given, mesh.processes)
+        _ = [leaf.local for leaf in given]
+        table = ParamTable.of(state.params, mesh, options.specs, options.trainable)
+        facts = "\n".join(
+            [f"{spelled(state.tx)}", table.facts]
+            + [f"{leaf.layout.path}: {leaf.layout.spec} over {leaf.layout.mesh}" for leaf in given]
+        )
+    agree(mesh, Proposal(bytes(16), hash_of(what, facts), lambda: facts), what)
     leaves = [
-        _relaid(leaf, slot.layouts.params, what, donate=options.donate)
+        _relaid(leaf, slot.layouts.params, donate=options.donate)
         for leaf, slot in zip(old, table.slots, strict=True)
     ]
-    fresh = init_opt_state(state.tx, table, leaves)
-    kept = dict(_by_path(state.opt_state))
 
     def carry(path: tuple[Any, ...], leaf: Any) -> Any:
         source = kept.get(path)
         if not (isinstance(source, Sharded) and isinstance(leaf, Sharded)):
             return leaf if source is None else source
-        return _relaid(source, leaf.layout, what, donate=options.donate)
+        return _relaid(source, leaf.layout, donate=options.donate)
 
+    fresh = init_opt_state(state.tx, table, leaves)
     opt_state = tree.map_with_path(carry, fresh, is_leaf=is_sharded)
+    if options.donate:
+        for leaf in given:
+            consume(leaf, what)
     return State(state.step, table.rebuild(leaves), opt_state, state.key, state.scaler, state.tx)
 
 
@@ -63,13 +73,11 @@ def _check_processes(leaves: list[Sharded], processes: tuple[int, ...]) -> None:
             )
 
 
-def _relaid(leaf: Sharded, layout: Layout, what: str, *, donate: bool) -> Sharded:
+def _relaid(leaf: Sharded, layout: Layout, *, donate: bool) -> Sharded:
     """The same leaf in another layout; over the same buffer where it may be."""
     if leaf.layout == layout:
-        return Sharded(consume(leaf, what) if donate else leaf.local.clone(), layout)
+        return Sharded(leaf.local.detach() if donate else leaf.local.clone(), layout)
     full = gather(leaf)
-    if donate:
-        consume(leaf, what)
     if isinstance(layout.spec, P):
         return Sharded(full.clone(), layout)
     start, stop = layout.range
