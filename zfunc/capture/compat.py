@@ -17,6 +17,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.fx import traceback as fx_traceback
@@ -26,6 +27,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "annotate",
     "fake_mode",
+    "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
     "num_nodes",
@@ -51,6 +53,11 @@ def is_functorch_refusal(error: BaseException) -> bool:
 def is_fake_refusal(error: BaseException) -> bool:
     """Whether a real tensor met the fake ones: the function captured it from outside."""
     return isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no values."""
+    return isinstance(tensor, FakeTensor)
 
 
 @contextlib.contextmanager

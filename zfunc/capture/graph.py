@@ -28,6 +28,7 @@ from zfunc.program.ir import (
     Program,
     Ref,
     Value,
+    mutates,
     reads,
     writes,
 )
@@ -125,8 +126,11 @@ def to_program(traced: Traced, name: str) -> Program:
             else:
                 inputs.append(build.ids[node])
         elif node.op == "get_attr":
+            constant = getattr(traced.graph, node.target)
+            if compat.is_fake(constant):
+                raise _untracked(build, node)
             build.ids[node] = build.value(node.meta["val"], node.name, "constant")
-            build.constants[build.ids[node]] = getattr(traced.graph, node.target)
+            build.constants[build.ids[node]] = constant
         elif node.op == "call_function":
             phase = "forward" if position < traced.num_forward else "backward"
             _add_call(build, node, phase)
@@ -144,6 +148,19 @@ def to_program(traced: Traced, name: str) -> Program:
         {},
         build.constants,
         (micro,),
+    )
+
+
+def _untracked(build: _Builder, node: torch.fx.Node) -> CaptureError:
+    """A tensor whose making the trace has not seen: it has a shape and no values."""
+    return CaptureError(
+        explain(
+            f"{build.name} returns a tensor that cannot be followed to its arguments ({node.name})",
+            expected="a gradient or result that operators make",
+            got="what an autograd.Function saved, handed back as it is",
+            do="make a new tensor in backward, such as saved * grad",
+        ),
+        runs_dynamic=True,
     )
 
 
@@ -283,7 +300,7 @@ def _micro(
     aux = [build.own(next(remaining), "backward", dense=False) for s in traced.statics if s is None]
     present = iter(traced.grads)
     grads: list[int | None] = []
-    owners: set[int] = set()
+    owners = {build.values[out].owner for out in (loss, weight, *aux) if out is not None}
     for leaf in leaves:
         grad = next(remaining) if leaf.trainable and next(present, False) else None
         if grad is None or grad in build.zeros:
@@ -304,15 +321,9 @@ def _live_ops(build: _Builder, outputs: tuple[int, ...]) -> list[Op]:
     owners = {owner[value] for value in outputs}
     kept: list[Op] = []
     for op in reversed(build.ops):
-        mutated = {owner[value] for value in writes(op) if owner[value] != value} & owners
-        changes = isinstance(op, Compute) and _is_write(op) and bool(mutated)
+        changes = any(owner[value] in owners for value in mutates(op))
         if changes or isinstance(op, Collective) or needed & set(writes(op)):
             kept.append(op)
             needed.update(reads(op))
             owners.update(owner[value] for value in reads(op))
     return kept[::-1]
-
-
-def _is_write(op: Compute) -> bool:
-    schema = getattr(op.target, "_schema", None)
-    return schema is not None and schema.is_mutable

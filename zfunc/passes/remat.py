@@ -29,8 +29,8 @@ from zfunc.program.ir import (
     Rng,
     Value,
     map_refs,
+    mutates,
     reads,
-    refs,
     writes,
 )
 
@@ -144,22 +144,6 @@ def draws(op: Op) -> bool:
     return "philox_seed" not in given and given.get("dropout_p") != 0
 
 
-def _mutates(op: Op) -> tuple[int, ...]:
-    """The values that an op writes in place."""
-    schema = getattr(op.target, "_schema", None) if isinstance(op, Compute) else None
-    if schema is None or not schema.is_mutable:
-        return ()
-    assert isinstance(op, Compute)
-    named = dict(op.kwargs)
-    given = [*op.args, *(named.get(a.name) for a in schema.arguments[len(op.args) :])]
-    return tuple(
-        value
-        for argument, arg in zip(schema.arguments, given, strict=True)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for value in refs(arg)
-    )
-
-
 def _steps(program: Program) -> list[_Step]:
     """The ops of a captured program; a collective belongs to the phase that it stands in."""
     steps: list[_Step] = []
@@ -171,7 +155,7 @@ def _steps(program: Program) -> list[_Step]:
         else:
             late = backward
         level = _BACKWARD if late else 0
-        steps.append(_Step(op, level, place, reads(op), writes(op), _mutates(op)))
+        steps.append(_Step(op, level, place, reads(op), writes(op), mutates(op)))
     return steps
 
 

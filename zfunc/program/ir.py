@@ -36,6 +36,7 @@ __all__ = [
     "Value",
     "Wait",
     "map_refs",
+    "mutates",
     "reads",
     "refs",
     "writes",
@@ -363,3 +364,19 @@ def writes(op: Op) -> tuple[int, ...]:
         ends = () if op.loss is None or op.weight is None else (op.loss, op.weight)
         return ends + op.grads
     return ()
+
+
+def mutates(op: Op) -> tuple[int, ...]:
+    """The values that an op writes in place."""
+    schema = getattr(op.target, "_schema", None) if isinstance(op, Compute) else None
+    if schema is None or not schema.is_mutable:
+        return ()
+    assert isinstance(op, Compute)
+    named = dict(op.kwargs)
+    given = [*op.args, *(named.get(a.name) for a in schema.arguments[len(op.args) :])]
+    return tuple(
+        value
+        for argument, arg in zip(schema.arguments, given, strict=True)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for value in refs(arg)
+    )
