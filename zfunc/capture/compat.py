@@ -17,8 +17,8 @@ import torch.fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
+    is_fake,
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
@@ -53,11 +53,6 @@ def is_functorch_refusal(error: BaseException) -> bool:
 def is_fake_refusal(error: BaseException) -> bool:
     """Whether a real tensor met the fake ones: the function captured it from outside."""
     return isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error)
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a shape but no values."""
-    return isinstance(tensor, FakeTensor)
 
 
 @contextlib.contextmanager
