@@ -13,16 +13,18 @@ import dataclasses
 import inspect
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from zfunc import tree
 from zfunc.capture import Argument, Input, Traced, to_program, trace_forward, trace_loss
 from zfunc.capture.graph import leaf_of
-from zfunc.errors import CaptureError, LayoutError, explain
+from zfunc.errors import BudgetError, CaptureError, LayoutError, explain
 from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
-from zfunc.params import ParamTable
+from zfunc.params import ParamTable, checksum
 from zfunc.passes import build
 from zfunc.passes.remat import draws
 from zfunc.passes.whole import call_program, whole_program
@@ -155,6 +157,7 @@ class Programs:
         self.resolved = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._known = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._captured = Bounded[Hashable, tuple[Traced, Program]](self.capture.max_signatures)
+        self._checked = Bounded[Hashable, int](self.capture.max_signatures)
         self._calls: dict[ParamTable, int] = {}
         self._dynamic: set[ParamTable] = set()
 
@@ -206,25 +209,33 @@ class Programs:
         update: bool,
     ) -> Compiled:
         """Finds a program, or captures one on the highest rung that takes the function."""
+        refusal: CaptureError | None = None
         if not self.is_dynamic(table):
+            signature = (kind, table, batches, _modes(self.mesh.device))
             try:
-                return self._trace_or_find((kind, table, batches), table, batches, trace, update)
-            except CaptureError as refusal:
-                if self.capture.rung == "traced" or not refusal.runs_dynamic:
+                return self._trace_or_find(signature, table, batches, trace, update)
+            except CaptureError as error:
+                if self.capture.rung == "traced" or not error.runs_dynamic:
                     raise
-                _LOG.warning("%s runs on the dynamic rung: %s", self.name, refusal)
-                self._dynamic.add(table)
+                refusal = error
         key = (kind, table, len(batches))
         found = self._known.get(key)
         self.hits += found is not None
         if found is None:
-            found = self._call(table, len(batches), update, kind[0] == "loss")
+            self.misses += 1
+            try:
+                found = self._call(table, len(batches), update, kind[0] == "loss")
+            except BudgetError as error:
+                raise error from refusal
             self._known.put(key, found)
+        if refusal is not None:
+            _LOG.warning("%s runs on the dynamic rung: %s", self.name, refusal)
+            self._dynamic.add(table)
         return found
 
     def _trace_or_find(
         self,
-        signature: Hashable,
+        signature: tuple[Any, ...],
         table: ParamTable,
         batches: tuple[Argument, ...],
         trace: Callable[[Argument], Traced],
@@ -233,14 +244,13 @@ class Programs:
         found = self._known.get(signature)
         if found is not None:
             self.hits += 1
-            every = self.capture.check_every
-            if every and self.hits % every == 0:
-                self._check(found, batches, trace)
+            if self.capture.check_every:
+                self._check_in_turn(signature, found, batches, trace)
             return found
-        self._count_shapes(table, batches)
+        self._count_shapes(table, batches, signature[0])
         self.misses += 1
         start = time.perf_counter()
-        captured = [self._trace(table, batch, trace, update) for batch in batches]
+        captured = [self._trace(table, batch, signature[-1], trace) for batch in batches]
         micros = tuple(program for _, program in captured)
         budgets = self.prefetch
         program = self.plan(
@@ -258,7 +268,6 @@ class Programs:
     def _call(self, table: ParamTable, num_micros: int, update: bool, has_loss: bool) -> Compiled:
         """The program that calls the function as it is."""
         start = time.perf_counter()
-        self.misses += 1
         leaves = [leaf_of(slot, 0) for slot in table.slots]
         micros = (call_program(self.name, leaves, has_loss=has_loss),) * num_micros
         program = whole_program(
@@ -278,10 +287,16 @@ class Programs:
         executor = Executor(program, self.mesh)
         return Compiled(program, executor, micros, traced, digest(program), drawing, seconds)
 
-    def _count_shapes(self, table: ParamTable, batches: tuple[Argument, ...]) -> None:
+    def _count_shapes(
+        self, table: ParamTable, batches: tuple[Argument, ...], kind: tuple[str, bool]
+    ) -> None:
         """Sends a function to the dynamic rung whose shapes never end, if that fits."""
         self._calls[table] = self._calls.get(table, 0) + 1
         if self.capture.rung != "auto" or self._calls[table] <= self.capture.max_shape_misses:
+            return
+        try:
+            self._call(table, len(batches), kind[1], kind[0] == "loss")
+        except BudgetError:
             return
         raise CaptureError(
             explain(
@@ -293,6 +308,19 @@ class Programs:
             runs_dynamic=True,
         )
 
+    def _check_in_turn(
+        self,
+        signature: Hashable,
+        found: Compiled,
+        batches: tuple[Argument, ...],
+        trace: Callable[[Argument], Traced],
+    ) -> None:
+        """Checks at every so many calls of a signature."""
+        calls = (self._checked.get(signature) or 0) + 1
+        self._checked.put(signature, calls)
+        if calls % self.capture.check_every == 0:
+            self._check(found, batches, trace)
+
     def _check(
         self, found: Compiled, batches: tuple[Argument, ...], trace: Callable[[Argument], Traced]
     ) -> None:
@@ -301,6 +329,7 @@ class Programs:
             new = trace(batch)
             again = to_program(new, self.name)
             same = again.ops == micro.ops and again.values == micro.values
+            same = same and _sums(again.constants) == _sums(micro.constants)
             if not same or new.statics != old.statics:
                 raise CaptureError(
                     explain(
@@ -315,17 +344,16 @@ class Programs:
         self,
         table: ParamTable,
         batch: Argument,
+        modes: tuple[Any, ...],
         trace: Callable[[Argument], Traced],
-        update: bool,
     ) -> tuple[Traced, Program]:
         """Equal micro-batches are traced once, with and without an update alike."""
-        del update
-        found = self._captured.get((table, batch))
+        found = self._captured.get((table, batch, modes))
         if found is None:
             traced = trace(batch)
             program = to_program(traced, self.name)
             found = dataclasses.replace(traced, graph=None), program
-            self._captured.put((table, batch), found)
+            self._captured.put((table, batch, modes), found)
         return found
 
 
@@ -374,6 +402,18 @@ def check_capture(capture: Capture | str) -> Capture:
             )
         )
     return made
+
+
+def _modes(device: torch.device) -> tuple[Any, ...]:
+    """The modes of torch that a trace depends on."""
+    autocast = torch.is_autocast_enabled(device.type)
+    dtype = torch.get_autocast_dtype(device.type) if autocast else None
+    return dtype, torch.get_default_dtype()
+
+
+def _sums(constants: Mapping[int, torch.Tensor]) -> dict[int, int]:
+    """A checksum of each tensor that a function makes from Python data."""
+    return {value: checksum(tensor) for value, tensor in constants.items()}
 
 
 def _shapes(batches: Sequence[Argument]) -> str:

@@ -8,9 +8,10 @@ waits for it, and says so in the status.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class Executor:
         """
         frame = self.bind(inputs)
         try:
-            with deferred_interrupts() as frame.interrupts:
+            with self._modes(), deferred_interrupts() as frame.interrupts:
                 for item in self.schedule:
                     self.perform(frame, item)
         except BaseException:
@@ -156,6 +157,17 @@ class Executor:
         return Outcome(
             frame.env, frame.verdict, frame.error, frame.total_weight, frame.waited_s, frame.aux
         )
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        """The graph holds derivatives and casts already; a called function has those around it."""
+        calls = any(isinstance(item, Call) for item in self.schedule)
+        autocast = torch.is_autocast_enabled(self.mesh.device.type) and not calls
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if autocast:
+                stack.enter_context(torch.autocast(self.mesh.device.type, enabled=False))
+            yield
 
     def bind(self, inputs: Inputs) -> Frame:
         """Places the inputs in a new environment."""
