@@ -109,9 +109,9 @@ def _tensor_slot(
     value: Any, root: str, index: int, leaf: Any, device: torch.device
 ) -> ArgLeaf | Input:
     if isinstance(leaf, Sharded):
-        layout = leaf.layout
-        spec = ShapeDtype(layout.shape, leaf.dtype)
         path = _path(value, root, index)
+        layout = dataclasses.replace(leaf.layout, path=path)
+        spec = ShapeDtype(layout.shape, leaf.dtype)
         return ArgLeaf(path, spec, LeafLayouts(layout, layout, layout), tuple(leaf.local.shape))
     spec = ShapeDtype(tuple(leaf.shape), leaf.dtype)
     if isinstance(leaf, ShapeDtype):
