@@ -40,6 +40,7 @@ class Case:
         keys: (rank, step, micro) -> the key that the loss must get, for one that takes a key.
         rung: what `explain` must say of the last signature: rung and derivation.
         worlds: the sizes of the meshes of virtual ranks; 4 is 2 x 2.
+        checked: whether programs may go to the checker after every pass.
         steps: how many training steps are compared.
         tol: 0 for equality of bits, else the bound relative to the largest value.
         tx: the optimizer and the oracle's own.
@@ -57,6 +58,7 @@ class Case:
     rung: str = "traced vjp"
     worlds: tuple[int, ...] = (1, 2, 3, 4)
     steps: int = 2
+    checked: bool = True
     tol: float = 0.0
     tx: tuple[Any, Any] = (optim.sgd(RATE), Sgd(RATE))
     train: list[bool] | None = None
@@ -85,9 +87,9 @@ class Seen:
         rung: rung and derivation of the program used last.
     """
 
-    value: float
+    value: Tensor
     grads: list[Tensor]
-    steps: list[tuple[float, float, bool, Any, list[Tensor]]]
+    steps: list[tuple[Tensor, float, bool, Any, list[Tensor]]]
     rung: str
 
 
@@ -122,10 +124,10 @@ def perform(mesh: zfunc.Mesh, module: str, name: str, plan: Plan | None = None) 
     for batch in batches:
         before(batch)
         state, m = step(state, batch)
-        numbers = float(m["loss"]), float(m["grad_norm_clipped"]), bool(m["skipped"])
+        numbers = m["loss"], float(m["grad_norm_clipped"]), bool(m["skipped"])
         steps.append((*numbers, m.get("aux"), gathered(state.params)))
     last = step.explain().signatures[-1]
-    return Seen(float(value), gathered(grads), steps, f"{last.rung} {last.derivation}")
+    return Seen(value, gathered(grads), steps, f"{last.rung} {last.derivation}")
 
 
 def expected(this: Case, axes: Mapping[str, int]) -> tuple[Result, list[Result], list[list[Tensor]]]:
@@ -133,7 +135,7 @@ def expected(this: Case, axes: Mapping[str, int]) -> tuple[Result, list[Result],
     loss, world = this.dense or this.loss, math.prod(axes.values())
     oracle = Oracle(
         loss,
-        this.params(0),
+        tree.map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, this.params(0)),
         this.tx[1],
         axes=axes,
         trainable=this.train,
@@ -172,17 +174,29 @@ def compare(this: Case, seen: list[Seen], axes: Mapping[str, int]) -> None:
             _close(loss, result.loss, this.tol)
             assert skipped == result.skipped
             if not skipped:
-                _close(norm, result.clipped, max(this.tol, 1e-12))
+                clip = result.clipped / result.norm if result.norm else 1.0
+                _close(norm, clip * _norm(result.grads), max(this.tol, 1e-12))
             assert_equal(tensors, after, this.tol)
             if this.has_aux:
                 _same_aux(aux if this.accum > 1 else [aux], result.aux[rank], this.tol)
 
 
-def _close(got: float, right: float, tol: float) -> None:
+def _close(got: Tensor | float, right: float, tol: float) -> None:
+    """A metric has the dtype of what it measures."""
+    if isinstance(got, Tensor):
+        right = float(torch.tensor(right, dtype=got.dtype))
+    got = float(got)
     if math.isfinite(right):
         assert abs(got - right) <= tol * max(1.0, abs(right)), (got, right)
     else:
-        assert got == right or math.isnan(got) and math.isnan(right), (got, right)
+        assert got == right or (math.isnan(got) and math.isnan(right)), (got, right)
+
+
+def _norm(grads: list[Tensor | None]) -> float:
+    """The global norm in float64, of complex gradients by real and imaginary parts."""
+    present = [g.detach() for g in grads if g is not None]
+    parts = [torch.view_as_real(g) if g.is_complex() else g for g in present]
+    return math.sqrt(sum(float(part.double().square().sum()) for part in parts))
 
 
 def _same_aux(got: Any, right: Any, tol: float) -> None:

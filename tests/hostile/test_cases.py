@@ -6,12 +6,14 @@ import pytest
 
 from tests.harness import checked, ranks, tight
 from tests.hostile import (
+    control,
+    layouts,
     trees,
 )
 from tests.hostile.case import Case, cases_of, compare, perform
 from tests.ranks import run_ranks
 
-MODULES = (trees,)
+MODULES = (trees, layouts, control)
 CASES = [
     pytest.param(module.__name__, name, this, id=f"{module.__name__.split('.')[-1]}.{name}")
     for module in MODULES
@@ -25,7 +27,8 @@ PLANS = {1: None, 2: checked(), 3: tight(0.0, bucket_bytes=0), 4: None}
 @pytest.mark.parametrize(("module", "name", "this"), CASES)
 def test_virtual_ranks(module: str, name: str, this: Case) -> None:
     for world in this.worlds:
-        compare(this, ranks(AXES[world], perform, module, name, PLANS[world]), AXES[world])
+        plan = PLANS[world] if this.checked else None
+        compare(this, ranks(AXES[world], perform, module, name, plan), AXES[world])
 
 
 @pytest.mark.parametrize(("module", "name", "this"), CASES)

@@ -93,6 +93,9 @@ def describe(
     slots: list[Slot] = []
     tensors: list[Any] = []
     for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            # A graph reads what is there: no autograd history, no lazy conjugate or sign.
+            leaf = leaf.detach().resolve_conj().resolve_neg()
         if isinstance(leaf, Sharded) or is_like(leaf):
             slots.append(_tensor_slot(value, root, index, leaf, device))
             tensors.append(leaf)
