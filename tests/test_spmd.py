@@ -276,6 +276,14 @@ def test_a_gradient_over_a_batch_needs_no_step() -> None:
         assert torch.equal(got, per_example(params(), inputs(rank)))
 
 
+def test_nothing_runs_on_an_abstract_mesh() -> None:
+    mesh = zfunc.abstract_mesh({"shard": 2})
+    forward = zfunc.infer(apply_fn, mesh)
+    assert forward.lower(sharded(mesh), inputs(0)).program.mode == "forward"
+    with pytest.raises(zfunc.LayoutError, match=r"(?s)abstract.*zfunc.mesh"):
+        forward(sharded(mesh), inputs(0))
+
+
 def test_inputs_that_require_gradients_leave_no_graph_behind() -> None:
     def run(mesh: zfunc.Mesh) -> None:
         x = inputs(0).requires_grad_()

@@ -15,12 +15,13 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from zfunc.errors import ProgramMismatchError, RankLostError, RemoteRankError, explain
+from zfunc.errors import LayoutError, ProgramMismatchError, RankLostError, RemoteRankError, explain
 from zfunc.meshes import Mesh
 
 __all__ = [
     "Proposal",
     "agree",
+    "check_real",
     "exchange_facts",
     "exchange_failures",
     "hash_of",
@@ -67,6 +68,18 @@ def naming(what: str) -> Iterator[None]:
         yield
     except RankLostError as error:
         raise RankLostError(f"{what}: {error}") from error
+
+
+def check_real(mesh: Mesh) -> None:
+    """Raises `LayoutError` for a mesh of names and sizes only: nothing runs on it."""
+    if mesh.is_abstract:
+        raise LayoutError(
+            explain(
+                f"{mesh} is abstract: nothing runs on it",
+                expected="a mesh made by zfunc.mesh or zfunc.local_mesh",
+                do="look at programs with lower(), or make a real mesh",
+            )
+        )
 
 
 @contextlib.contextmanager

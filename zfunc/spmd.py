@@ -16,6 +16,7 @@ from zfunc import tree
 from zfunc.agree import (
     Proposal,
     agree,
+    check_real,
     exchange_failures,
     hash_of,
     naming,
@@ -125,6 +126,7 @@ class Forward:
     ) -> tuple[Outcome, Compiled]:
         mesh = self._mesh
         with telling_others(mesh, what), interrupts.heard():
+            check_real(mesh)
             table, compiled, tensors = self._prepare(params, args)
             leaves = table.leaves_of(params)
             leaves += [tensor for tensor in tensors if is_sharded(tensor)]

@@ -20,6 +20,7 @@ from zfunc import optim, tree
 from zfunc.agree import (
     Proposal,
     agree,
+    check_real,
     exchange_failures,
     hash_of,
     naming,
@@ -133,6 +134,7 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
     """Runs one training step; see `Step.__call__`."""
     mesh, options = training.mesh, training.options
     with telling_others(mesh, "step"):
+        check_real(mesh)
         number = int(state.step)
         what = f"step {number}"
     box: dict[str, Any] = {}
@@ -169,6 +171,7 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
     mesh, what = training.mesh, "value_and_grad"
     with naming(what), deferred_interrupts() as interrupts:
         with telling_others(mesh, what), interrupts.heard():
+            check_real(mesh)
             ready = prepare(training, params, batch, key, 0)
             proposal = _proposal(training, ready, (what,))
         ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
