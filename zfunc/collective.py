@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from zfunc import tree
+from zfunc.agree import Proposal, agree, hash_of
 from zfunc.capture import lookup_full
 from zfunc.errors import CaptureError, LayoutError, explain
 from zfunc.layout import layouts_of
@@ -52,9 +54,11 @@ def gather(tree_of_sharded: Any, dtype: torch.dtype | None = None) -> Any:
         dtype: cast the pieces to this before they travel.
 
     Returns:
-        The tree with whole tensors. A leaf that this rank holds whole anyway is not copied.
+        The tree with whole tensors. A leaf that this rank holds whole anyway is not copied: a step
+        that is given it later writes into what you hold.
 
     Raises:
+        ProgramMismatchError: ranks gather different leaves.
         RankLostError: another rank did not take part in time.
 
     Example:
@@ -126,6 +130,18 @@ def _refuse_dynamic(name: str) -> None:
         )
 
 
+def _refuse_forward_mode(tensor: Tensor, name: str) -> None:
+    """Refuses before anything is sent: a tangent would stay behind."""
+    if forward_ad.unpack_dual(tensor).tangent is not None:
+        raise CaptureError(
+            explain(
+                f"{name} under forward-mode differentiation (jvp)",
+                expected="reverse mode",
+                do="use torch.func.vjp or grad",
+            )
+        )
+
+
 class _Gather(torch.autograd.Function):
     """Pieces along an axis -> the whole, of a shape."""
 
@@ -173,7 +189,15 @@ def _run(mesh: Mesh, name: str, axis: str, source: Tensor, out: Tensor) -> None:
     if mesh.axis_size(axis) == 1:
         out.copy_(source)
         return
-    getattr(_communicator(mesh), name)(axis, [source], [out]).wait()
+    comm = _communicator(mesh)
+    whole = out if name == "gather" else source
+    _agree(mesh, name, [f"{axis}: {whole.dtype} [{whole.numel()}]"])
+    getattr(comm, name)(axis, [source], [out]).wait()
+
+
+def _agree(mesh: Mesh, what: str, facts: list[str]) -> None:
+    """Learns that every rank is about to communicate the same."""
+    agree(mesh, Proposal(bytes(16), hash_of(what, facts), lambda: "\n".join([what, *facts])), what)
 
 
 def _communicator(mesh: Mesh) -> Any:
@@ -206,6 +230,7 @@ def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
         if not isinstance(leaf, Sharded):
             continue
         piece = leaf.local if dtype is None else leaf.local.to(dtype)
+        _refuse_forward_mode(piece, "gather")
         axis, mesh = leaf.layout.axis, leaf.layout.mesh
         if axis is None or mesh.axis_size(axis) == 1:
             fulls[i] = piece.view(leaf.shape)
@@ -216,8 +241,12 @@ def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
             pieces[i] = piece.contiguous()
             waiting.setdefault((mesh, axis), []).append(i)
     for (mesh, axis), chosen in waiting.items():
+        comm = _communicator(mesh)
         outs = [fulls[i].view(-1) for i in chosen]
-        _communicator(mesh).gather(axis, [pieces[i] for i in chosen], outs).wait()
+        layouts = [(leaves[i].layout, pieces[i].dtype) for i in chosen]
+        facts = [f"{axis}: {lay.path} {dtype} {list(lay.shape)}" for lay, dtype in layouts]
+        _agree(mesh, "gather", facts)
+        comm.gather(axis, [pieces[i] for i in chosen], outs).wait()
     return fulls
 
 
@@ -226,9 +255,10 @@ def _scatter_leaf(full: Tensor, layout: Any, mesh: Mesh, reduce: str) -> Sharded
     start, stop = layout.range
     if reduce == "slice":
         local = full if layout.axis is None else full.reshape(-1)[start:stop]
-        owned = local.detach().clone() if scope() is None and not full.requires_grad else local
-        return Sharded(owned, layout)
+        # Outside, the state that this may become is written in place: never the caller's tensor.
+        return Sharded(local.clone() if scope() is None else local, layout)
     axes = [layout.axis] if layout.axis is not None else list(reversed(mesh.axes))
+    _refuse_forward_mode(full, "scatter")
     local = full
     for axis in axes:
         piece = _Sum.apply(local, mesh, axis)

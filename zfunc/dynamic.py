@@ -67,7 +67,7 @@ def call_loss(
     if weight is None:
         weight = torch.ones((), dtype=torch.float64)
     owned = _owned(grads, diff)
-    return [loss.detach(), weight, *owned], _detached(aux)
+    return [loss.detach(), weight, *owned], _detached(aux, fulls)
 
 
 def call_forward(
@@ -76,7 +76,7 @@ def call_forward(
     """Runs a function of whole parameters without a derivative; its result counts as aux."""
     with torch.no_grad(), entered(Scope({}, None)):
         out = fn(table.rebuild([full.detach() for full in fulls]), *arguments)
-    return [], _detached(out)
+    return [], _detached(out, fulls)
 
 
 def _owned(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:
@@ -95,5 +95,14 @@ def _owned(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Ten
     return owned
 
 
-def _detached(out: Any) -> Any:
-    return tree.map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, out)
+def _detached(out: Any, fulls: Sequence[Tensor]) -> Any:
+    """What a function returns, without derivatives and apart from parameters, which will change."""
+    borrowed = {full.untyped_storage().data_ptr() for full in fulls}
+
+    def detached(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shares = leaf.layout == torch.strided and leaf.untyped_storage().data_ptr() in borrowed
+        return leaf.detach().clone() if shares else leaf.detach()
+
+    return tree.map(detached, out)

@@ -50,8 +50,17 @@ class ParamTable:
         shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
         layouts = layouts_of(specs, skeleton, shapes, paths, mesh)
         train = tree.broadcast_prefix(trainable, skeleton, name="trainable")
+        for path, on in zip(paths, train, strict=True):
+            if not isinstance(on, bool):
+                raise LayoutError(
+                    explain(
+                        f"trainable has {on!r} for {path}",
+                        expected="True or False",
+                        do="make a tree of bools by path with zfunc.tree.mask",
+                    )
+                )
         slots = [
-            _slot(leaf, path, row, bool(on))
+            _slot(leaf, path, row, on)
             for leaf, path, row, on in zip(leaves, paths, layouts, train, strict=True)
         ]
         tensors = tuple(slot for slot in slots if isinstance(slot, LeafSlot))

@@ -45,9 +45,8 @@ def shard(
 
     Args:
         loss_fn: a pure function `loss_fn(params, batch)`, or with a keyword argument `key`, of
-        whole
-            parameters and this rank's batch. Returns a 0-d floating tensor, or `(sum, weight)`;
-            with `has_aux` a pair of that and any tree.
+            whole parameters and this rank's batch. Returns a 0-d floating tensor, or
+            `(sum, weight)`; with `has_aux` a pair of that and any tree.
         mesh: from `zfunc.mesh`, `local_mesh` or `abstract_mesh`, or torch's `DeviceMesh`.
         specs: how leaves are cut: a prefix tree of specs, or a mapping by class (`zero(1)`).
         trainable: a prefix tree of bools; what is False has no gradient and no optimizer state.
@@ -58,8 +57,7 @@ def shard(
         nonfinite: "skip" leaves a step out whose loss or gradient is not finite, "raise" raises
             `NonFiniteError`, "ignore" applies it.
         capture: "traced" makes a graph of the loss; "dynamic" calls it as it is, between a gather
-        of
-            all parameters and a reduce of all gradients; "auto" traces, and calls what cannot be
+            of all parameters and a reduce of all gradients; "auto" traces, and calls what cannot be
             traced if that fits the budget; or a `Capture`.
         donate: whether a step writes into the state that it takes, whose use is then an error.
 
