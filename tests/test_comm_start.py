@@ -197,6 +197,7 @@ class FrozenStore:
 
     def set(self, key, value):
         time.sleep(60)
+        raise RuntimeError("no answer")
 
 
 @pytest.mark.parametrize("store", [GoneStore(), FrozenStore()])

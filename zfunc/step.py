@@ -68,7 +68,7 @@ def shard(
         LayoutError: an option is not one of those above.
 
     Example:
-        >>> import zfunc
+        >>> import torch, zfunc
         >>> from zfunc import optim
         >>> step = shard(lambda p, b: ((b @ p["w"]) ** 2).mean(), zfunc.mesh())
         >>> state = step.init({"w": torch.ones(2, 1)}, optim.sgd(0.1))
