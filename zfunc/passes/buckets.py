@@ -48,19 +48,17 @@ def first_uses(
     order: dict[int, None] = {}
     seen: set[int] = set()
 
-    def visit(value: int) -> None:
-        if value in seen:
-            return
-        seen.add(value)
-        if value in index:
-            order[index[value]] = None
-        elif value in derived:
-            for read in reads(derived[value]):
-                visit(read)
-
     for op in ops:
-        for value in reads(op):
-            visit(value)
+        waiting = [*reversed(reads(op))]
+        while waiting:
+            value = waiting.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if value in index:
+                order[index[value]] = None
+            elif value in derived:
+                waiting.extend(reversed(reads(derived[value])))
     return list(order)
 
 

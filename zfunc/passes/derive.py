@@ -109,14 +109,21 @@ class _Derivation:
         )
 
     def _is_small(self, op: Compute) -> bool:
-        """Whether an op's results are much smaller than what it reads, or view such a result."""
+        """Whether an op's results are much smaller than what it reads, or view such a result.
+
+        What is made of such results alone, and is no larger, is as cheap to keep.
+        """
         made = [self.values[value] for value in writes(op)]
         bases = {value.owner for value in made} - set(writes(op))
         if bases:
             leaves = {leaf.full for leaf in self.program.leaves}
             return not {self.same.get(b, b) for b in bases} <= (self.derived.keys() | leaves)
         read = max(self.values[value].spec.nbytes for value in reads(op))
-        return sum(value.nbytes for value in made) * _SMALL <= read
+        nbytes = sum(value.nbytes for value in made)
+        recipes = self.derived.keys() | {leaf.full for leaf in self.program.leaves}
+        if recipes.isdisjoint(reads(op)):
+            return nbytes <= read
+        return nbytes * _SMALL <= read
 
     def _take(self, op: Compute) -> None:
         """Makes an op a recipe, or finds that it is one already."""
@@ -152,18 +159,28 @@ class _Derivation:
         if value not in self.neutral:
             return value
         if value not in self.copies:
-            source = self.neutral[value]
+            self._copy_neutral(value)
+        return self.copies[value]
+
+    def _copy_neutral(self, value: int) -> None:
+        """Makes recipes of the ops that a Python-only value comes from, in their order."""
+        wanted: set[int] = set()
+        waiting = [value]
+        while waiting:
+            found = waiting.pop()
+            if found in self.neutral and found not in self.copies and found not in wanted:
+                wanted.add(found)
+                waiting.extend(reads(self.neutral[found]))
+        for found in [made for made in self.neutral if made in wanted]:
+            if found in self.copies:
+                continue
+            source = self.neutral[found]
             for out in writes(source):
                 self.copies[out] = len(self.values)
-                self.values.append(
-                    dataclasses.replace(
-                        self.values[out],
-                        owner=self.copies.get(self.values[out].owner, self.copies[out]),
-                    )
-                )
+                owner = self.copies.get(self.values[out].owner, self.copies[out])
+                self.values.append(dataclasses.replace(self.values[out], owner=owner))
             outs = tuple(None if out is None else self.copies[out] for out in source.outs)
             self._add_recipe(dataclasses.replace(source, outs=outs))
-        return self.copies[value]
 
 
 def _covers(known: tuple[int | None, ...], outs: tuple[int | None, ...]) -> bool:

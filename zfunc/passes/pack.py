@@ -108,7 +108,8 @@ class _Demand:
             for group in self.buckets
         ]
         self._roots: dict[int, frozenset[int]] = {}
-        self._transient: dict[int, int] = {}
+        self._inside: dict[int, frozenset[int]] = {}
+        self._close()
         self.direct: list[frozenset[int]] = []
         self.items: list[frozenset[int]] = []
         for op in program.ops:
@@ -127,29 +128,25 @@ class _Demand:
 
     def roots(self, item: int) -> frozenset[int]:
         """The buckets that a recipe needs, through everything that it derives on the way."""
-        if item not in self._roots:
-            found: set[int] = set()
-            for value in self.recipe_reads(item):
-                bucket, other = self.resolve(value)
-                found |= {bucket} if bucket is not None else set()
-                found |= self.roots(other) if other is not None else set()
-            self._roots[item] = frozenset(found)
         return self._roots[item]
 
     def transient(self, item: int) -> int:
         """Bytes of the derived values that a recipe makes on its way."""
-        if item not in self._transient:
-            others = {self.resolve(value)[1] for value in self.recipe_reads(item)} - {None, item}
-            self._transient[item] = sum(
-                self.program.values[other].nbytes + self.transient(other)
-                for other in others
-                if other is not None
-            )
-        return self._transient[item]
+        return sum(self.program.values[other].nbytes for other in self._inside[item])
 
-    def recipe_reads(self, value: int) -> tuple[int, ...]:
-        """What a recipe reads; for a view, what the op that makes it reads."""
-        return reads(self.program.derived[value])
+    def _close(self) -> None:
+        """Finds what every recipe needs, through the recipes that it reads; they come first."""
+        for item, op in self.program.derived.items():
+            buckets: set[int] = set()
+            others: set[int] = set()
+            for bucket, other in map(self.resolve, reads(op)):
+                if bucket is not None:
+                    buckets.add(bucket)
+                if other is not None and other != item:
+                    buckets |= self._roots[other]
+                    others |= {other, *self._inside[other]}
+            self._roots[item] = frozenset(buckets)
+            self._inside[item] = frozenset(others - {item})
 
     def accessed(self, at: int, kept: Iterable[int] = ()) -> frozenset[int]:
         """The buckets that must be resident at an op when `kept` items need no derivation."""
@@ -297,10 +294,23 @@ class _Emitter:
 
     def _follow(self, value: int, passing: list[int]) -> int:
         """The real value of a virtual one, derived now if it does not exist."""
-        if value in self.real or value not in self.program.derived:
-            return self.real.get(value, value)
-        op = self.program.derived[value]
-        names = {read: self._follow(read, passing) for read in reads(op)}
+        derived, waiting = self.program.derived, [value]
+        while waiting:
+            top = waiting[-1]
+            missing = []
+            if top in derived and top not in self.real:
+                missing = [r for r in reads(derived[top]) if r in derived and r not in self.real]
+                if not missing:
+                    self._follow_recipe(derived[top], passing)
+            if missing:
+                waiting.extend(reversed(missing))
+            else:
+                waiting.pop()
+        return self.real.get(value, value)
+
+    def _follow_recipe(self, op: Compute, passing: list[int]) -> None:
+        """Writes out one recipe, whose sources exist."""
+        names = {read: self.real.get(read, read) for read in reads(op)}
         outs: list[int | None] = []
         for out in op.outs:
             if out is None:
@@ -322,7 +332,6 @@ class _Emitter:
                 outs=tuple(outs),
             )
         )
-        return self.real[value]
 
     def _role(self, value: Value) -> str:
         owner = self.real.get(value.owner, value.owner)
