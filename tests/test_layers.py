@@ -20,10 +20,10 @@ PACKAGE = ROOT / "zfunc"
 LAYERS = """
 errors  ops  tree
 hardware  meshes  layout  sharded  random  schedules
-scope  comm  program  rematerialise  optim
+scope  comm  agree  program  rematerialise  optim
 capture  collective  passes
 execute
-agree  state  params  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
+state  params  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
 spmd  step  inference
 report
 __init__

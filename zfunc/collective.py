@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from zfunc import tree
+from zfunc import tree as trees
 from zfunc.agree import Proposal, agree, hash_of
 from zfunc.capture import lookup_full
 from zfunc.errors import CaptureError, LayoutError, explain
@@ -43,19 +43,18 @@ def _(full: Tensor, axis: str, numel: int) -> Tensor:
     return full.new_empty((numel,))
 
 
-def gather(tree_of_sharded: Any, dtype: torch.dtype | None = None) -> Any:
+def gather(tree: Any, dtype: torch.dtype | None = None) -> Any:
     """Makes every `Sharded` leaf whole on this rank.
 
     Differentiable; its transpose is `scatter(reduce="sum")`. Inside a loss, `Sharded` arguments are
     read with it and scheduled like parameters. Outside, every rank must call it.
 
     Args:
-        tree_of_sharded: a tree; leaves that are not `Sharded` stay.
+        tree: a tree; leaves that are not `Sharded` stay.
         dtype: cast the pieces to this before they travel.
 
     Returns:
-        The tree with whole tensors. A leaf that this rank holds whole anyway is not copied: a step
-        that is given it later writes into what you hold.
+        The tree with whole tensors, which no later step writes into.
 
     Raises:
         ProgramMismatchError: ranks gather different leaves.
@@ -67,16 +66,16 @@ def gather(tree_of_sharded: Any, dtype: torch.dtype | None = None) -> Any:
         >>> gather(x)["w"]
         tensor([0., 1., 2., 3.])
     """
-    leaves, structure = tree.flatten(tree_of_sharded, is_leaf=is_sharded)
+    leaves, structure = trees.flatten(tree, is_leaf=is_sharded)
     _refuse_dynamic("gather")
     if scope() is None:
         fulls = _gather_now(leaves, dtype)
     else:
         fulls = [_gather_traced(leaf, dtype) if is_sharded(leaf) else leaf for leaf in leaves]
-    return tree.unflatten(structure, fulls)
+    return trees.unflatten(structure, fulls)
 
 
-def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
+def scatter(tree: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
     """Cuts every tensor of a tree over a mesh.
 
     Differentiable. "slice": each rank keeps its slice of its own copy, without communication.
@@ -84,7 +83,7 @@ def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
     all ranks.
 
     Args:
-        full: a tree of whole tensors; other leaves stay.
+        tree: a tree of whole tensors; other leaves stay.
         mesh: the mesh.
         specs: a prefix tree of `Flat` and `P()`.
         reduce: "slice", "sum" or "mean".
@@ -106,15 +105,15 @@ def scatter(full: Any, mesh: Mesh, specs: Any, *, reduce: str = "slice") -> Any:
         )
     if reduce != "slice":
         _refuse_dynamic("scatter")
-    leaves, structure = tree.flatten(full)
+    leaves, structure = trees.flatten(tree)
     shapes = [tuple(getattr(leaf, "shape", ())) for leaf in leaves]
-    paths = tree.leaf_paths(full, "tree")
-    rows = layouts_of({"params": specs}, full, shapes, paths, mesh)
+    paths = trees.leaf_paths(tree, "tree")
+    rows = layouts_of({"params": specs}, tree, shapes, paths, mesh)
     made = [
         _scatter_leaf(leaf, row.params, mesh, reduce) if isinstance(leaf, Tensor) else leaf
         for leaf, row in zip(leaves, rows, strict=True)
     ]
-    return tree.unflatten(structure, made)
+    return trees.unflatten(structure, made)
 
 
 def _refuse_dynamic(name: str) -> None:
@@ -233,7 +232,8 @@ def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
         _refuse_forward_mode(piece, "gather")
         axis, mesh = leaf.layout.axis, leaf.layout.mesh
         if axis is None or mesh.axis_size(axis) == 1:
-            fulls[i] = piece.view(leaf.shape)
+            # A step writes into the buffers of the state that it takes: hand out others.
+            fulls[i] = (piece.clone() if piece is leaf.local else piece).view(leaf.shape)
         elif piece.requires_grad and torch.is_grad_enabled():
             fulls[i] = _Gather.apply(piece, mesh, axis, leaf.shape)
         else:

@@ -1,0 +1,87 @@
+"""The public API as it is agreed on: who changes a name or an argument changes this file too."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import zfunc
+
+NAMES = """
+BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError Lowered
+Mesh NonFiniteError P Prefetch ProgramMismatchError RankLostError RemoteRankError ShapeDtype Sharded
+State Step TreeMismatchError abstract_mesh errors gather infer local_mesh mesh optim policies random
+remat report scatter schedules shard spmd tree zero
+"""
+
+ARGUMENTS = {
+    "mesh": "axes *device *timeout_s",
+    "local_mesh": "n_or_axes",
+    "abstract_mesh": "axes *hw",
+    "zero": "stage axis",
+    "Flat": "axis min_numel",
+    "Prefetch": "live_bytes ahead_bytes",
+    "Capture": "rung check_every max_signatures max_shape_misses",
+    "ShapeDtype": "shape dtype",
+    "shard": (
+        "loss_fn mesh *specs *trainable *remat *prefetch *accum *has_aux *nonfinite *capture"
+        " *donate"
+    ),
+    "spmd": "fn mesh *out_specs *prefetch",
+    "infer": "apply_fn mesh *prefetch",
+    "gather": "tree dtype",
+    "scatter": "tree mesh specs *reduce",
+    "remat": "fn policy",
+    "Step.init": "params_or_fn tx *key",
+    "Step.abstract": "params_or_fn tx *key",
+    "Step.__call__": "state batch",
+    "Step.value_and_grad": "params batch *key",
+    "Step.adopt": "state",
+    "Step.lower": "state_like batch_like",
+    "Step.explain": "",
+    "Lowered.as_text": "*max_lines",
+    "Lowered.memory_analysis": "",
+    "Lowered.cost_analysis": "",
+    "optim.adamw": "learning_rate b1 b2 eps weight_decay mask",
+    "optim.sgd": "learning_rate momentum *nesterov",
+    "optim.clip_by_global_norm": "max_norm",
+    "optim.masked": "inner mask",
+    "optim.partition": "transforms labels",
+}
+
+
+def lookup(name: str) -> Any:
+    found: Any = zfunc
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def spelled(function: Any) -> str:
+    """The arguments of a function; those that only a keyword can give have a star."""
+    parameters = inspect.signature(function).parameters.values()
+    return " ".join(
+        ("*" if parameter.kind is parameter.KEYWORD_ONLY else "") + parameter.name
+        for parameter in parameters
+        if parameter.name != "self"
+    )
+
+
+def test_the_public_names_are_these() -> None:
+    assert sorted(zfunc.__all__) == sorted(NAMES.split())
+    assert all(hasattr(zfunc, name) for name in zfunc.__all__)
+
+
+def test_every_public_function_takes_these_arguments() -> None:
+    assert {name: spelled(lookup(name)) for name in ARGUMENTS} == ARGUMENTS
+
+
+def test_a_state_is_these_values() -> None:
+    fields = [field for field in zfunc.State.__dataclass_fields__ if field != "memo"]
+    assert fields == ["step", "params", "opt_state", "key", "scaler", "tx"]
+
+
+def test_every_public_function_is_documented() -> None:
+    for name in zfunc.__all__:
+        thing = getattr(zfunc, name)
+        assert inspect.getdoc(thing) or not callable(thing), name
