@@ -18,6 +18,8 @@ import time
 import weakref
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads leave the cores to others
+
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -130,6 +132,8 @@ def train(args, mesh):
     """Trains; every rank calls it. Returns losses, what they compare with, and the last state."""
     length = args.seq + 1
     corpus, held_out = read_corpus(args.data)
+    if args.batch % (mesh.size * args.accum):
+        raise SystemExit(f"--batch must be a multiple of {mesh.size} ranks x {args.accum}")
     if min(len(corpus), len(held_out)) <= length:
         raise SystemExit(f"{args.data} is too short: {length} bytes make one sequence")
     starts = torch.linspace(0, len(held_out) - length, args.held_out)
@@ -244,7 +248,7 @@ def draw_losses(curves, path):
     figure.savefig(path)
 
 
-def main():
+def parse(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--data", type=Path, help="a file or folder of your own, instead of the library's source")
@@ -265,11 +269,12 @@ def main():
     add("--remat", action="store_true", help="compute blocks again in backward")
     add("--held-out", type=int, default=256, help="held-out sequences to evaluate on")
     add("--evaluate-every", type=int, default=125, help="steps")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
 
+
+def main():
+    args = parse()
     here, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if args.batch % (world * args.accum):
-        parser.error(f"--batch must be a multiple of {world} ranks x {args.accum} micro-batches")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // here))
     mesh = zfunc.mesh({"replica": args.replica, "shard": args.shard or world // args.replica})
     curves, step, state, batch = train(args, mesh)
@@ -281,11 +286,11 @@ def main():
     draw_losses(curves, args.out / "loss.png")
     report.program(lowered, args.out / "program.png")
     print(f"\n{sample(params, 'import ', 400, args)}\n\n{table}\n")
-    loss, (entropy, model) = curves["held_out"][args.steps], curves["bigram"]
+    loss, pairs = curves["held_out"][args.steps], curves["bigram"]
+    print(f"held-out loss {loss:.3f} nats per byte, {min(pairs) - loss:.3f} below byte bigrams")
     print(
-        f"held-out loss {loss:.3f} nats per byte, {min(entropy, model) - loss:.3f} below bigrams:"
+        f"(entropy of training pairs {pairs[0]:.3f}, their model on held-out bytes {pairs[1]:.3f})"
     )
-    print(f"entropy of training pairs {entropy:.3f}, their model on held-out bytes {model:.3f}")
     print(f"pictures in {args.out}/loss.png and {args.out}/program.png")
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zfunc.hardware import Hardware
 from zfunc.lowered import Lowered
-from zfunc.meshes import Hardware
 from zfunc.program.cost import op_seconds
 from zfunc.program.ir import (
     Collective,
