@@ -26,7 +26,7 @@ from zfunc.params import ParamTable, checksum, compare_checksums, cut
 from zfunc.program.ir import Free, Program, reads, writes
 from zfunc.programs import takes_key
 from zfunc.random import split
-from zfunc.sharded import Sharded
+from zfunc.sharded import Sharded, is_sharded
 from zfunc.state import State
 from zfunc.training import Training
 from zfunc.update import init_opt_state
@@ -137,12 +137,13 @@ def _num_parameters(function: Callable[..., Any]) -> int:
 def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | None) -> State:
     """Makes the first state of a step; see `Step.init`."""
     mesh = training.mesh
-    init_key, state_key = (None, None) if key is None else split(key)
     with telling_others(mesh, "init"):
+        init_key, state_key = (None, None) if key is None else split(key)
         if callable(params_or_fn):
             program, like = traced_init(params_or_fn, init_key)
         else:
             program, like = None, params_or_fn
+            _check_whole(params_or_fn)
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
     context = hash_of(table.facts, tx)
@@ -154,6 +155,21 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
     opt_state = init_opt_state(tx, table, leaves)
     zero = torch.zeros((), dtype=torch.int64)
     return State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)
+
+
+def _check_whole(params: Any) -> None:
+    """Raises `LayoutError` for a leaf that is no whole tensor."""
+    leaves = tree.leaves(params, is_leaf=is_sharded)
+    for path, leaf in zip(tree.leaf_paths(params, is_leaf=is_sharded), leaves, strict=True):
+        if isinstance(leaf, Sharded | ShapeDtype):
+            raise LayoutError(
+                explain(
+                    f"{path} cannot be cut by init",
+                    expected="a tensor that every rank holds whole",
+                    got=repr(leaf),
+                    do="pass whole tensors, such as zfunc.gather(params); for shapes use abstract",
+                )
+            )
 
 
 def abstract_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | None) -> State:
