@@ -353,7 +353,8 @@ def _seeded(
         yield
         return
     words = _own_key(training, key, number).tolist()
-    with torch.random.fork_rng(devices=[]):
+    device = training.mesh.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(words[0] << 31 ^ words[1])
         yield
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.errors import LayoutError, RankLostError, explain
+from zfunc.errors import RankLostError
 from zfunc.execute import status
 from zfunc.execute.interrupt import Interrupts, deferred_interrupts
 from zfunc.execute.segments import Segment, compile_segments
@@ -143,18 +143,9 @@ class Executor:
         """Runs the program.
 
         Raises:
-            LayoutError: the mesh is abstract.
             RankLostError: another rank is gone.
             Exception: what a segment or the update raised, if there is no status op after it.
         """
-        if self.mesh.is_abstract and self.mesh.size > 1:
-            raise LayoutError(
-                explain(
-                    f"{self.mesh} is abstract: nothing can run on it",
-                    expected="a mesh made by zfunc.mesh or zfunc.local_mesh",
-                    do="use Step.lower to see what would run",
-                )
-            )
         frame = self.bind(inputs)
         try:
             with self._modes(), deferred_interrupts() as frame.interrupts:
@@ -328,7 +319,8 @@ class Executor:
         """The generator that operators draw from on this mesh's device."""
         device = self.mesh.device
         if device.type == "cuda":
-            return torch.cuda.default_generators[device.index or torch.cuda.current_device()]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return torch.cuda.default_generators[index]
         return torch.default_generator
 
     def _report(self, frame: Frame, op: Status, total_weight: float) -> status.Report:
