@@ -41,6 +41,9 @@ class State:
     # What the step that made this state knows of it; a rebuilt state does without.
     memo: Any = dataclasses.field(default=None, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return State, (*_children(self), self.tx)
+
 
 _FIELDS = ("step", "params", "opt_state", "key", "scaler")
 

@@ -194,6 +194,8 @@ def _frozen(args: Any) -> Any:
         return (type(args).__name__, *(_frozen(item) for item in args))
     if isinstance(args, dict):
         return tuple((key, _frozen(value)) for key, value in args.items())
+    if isinstance(args, float | complex):
+        return repr(args)  # 0.0 and -0.0 compare equal
     return (type(args).__name__, args)
 
 
