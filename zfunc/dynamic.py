@@ -46,17 +46,21 @@ def call_loss(
     Raises:
         CaptureError: it writes into a parameter.
     """
-    leaves = [full.detach() for full in fulls]
+    # A frozen leaf that the function writes into must not be the state's own buffer.
+    trained = set(table.trainable)
+    leaves = [
+        full.detach() if i in trained else full.detach().clone() for i, full in enumerate(fulls)
+    ]
     diff = [leaves[i].requires_grad_() for i in table.trainable]
-    versions = [full._version for full in fulls]
+    versions = [leaf._version for leaf in leaves]
     keys = {} if key is None else {"key": key}
     with torch.enable_grad(), entered(Scope({}, None)):
         loss, weight, aux = split_loss(loss_fn(table.rebuild(leaves), *arguments, **keys), has_aux)
     grads: Sequence[Tensor | None] = [None] * len(diff)
     if loss.requires_grad:
         grads = torch.autograd.grad(loss, diff, allow_unused=True)
-    for slot, full, version in zip(table.slots, fulls, versions, strict=True):
-        if full._version != version:
+    for slot, leaf, version in zip(table.slots, leaves, versions, strict=True):
+        if leaf._version != version:
             raise CaptureError(
                 explain(
                     f"the loss writes into its argument {slot.path} in place",

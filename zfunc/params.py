@@ -103,6 +103,15 @@ class ParamTable:
                         do="make states with Step.init, bring others over with Step.adopt",
                     )
                 )
+            if tuple(leaf.local.shape) != slot.layouts.params.local_shape:
+                raise LayoutError(
+                    explain(
+                        f"{slot.path} has a piece of another shape than its layout says",
+                        expected=list(slot.layouts.params.local_shape),
+                        got=list(leaf.local.shape),
+                        do="map pieces to pieces of the same shape; cut whole tensors with scatter",
+                    )
+                )
         return leaves
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:

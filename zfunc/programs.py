@@ -195,6 +195,11 @@ class Programs:
         """Whether calls with these parameters are on the dynamic rung."""
         return self.capture.rung == "dynamic" or table in self._dynamic
 
+    def forget(self, table: ParamTable) -> None:
+        """Drops what was noted of a structure of parameters that is no longer in use."""
+        self._calls.pop(table, None)
+        self._dynamic.discard(table)
+
     @property
     def compiled(self) -> list[Compiled]:
         """The programs in the cache, the one used last at the end."""

@@ -38,6 +38,8 @@ from zfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Forward", "infer", "spmd"]
 
+_MAX_TABLES = 64
+
 
 def spmd(
     fn: Callable[..., Any],
@@ -171,6 +173,8 @@ class Forward:
             self._tables[structure, facts] = ParamTable.of(
                 params, self._mesh, {"params": specs}, False
             )
+            if len(self._tables) > _MAX_TABLES:
+                self._programs.forget(self._tables.pop(next(iter(self._tables))))
         table = self._tables[structure, facts]
         dynamic = self._programs.is_dynamic(table)
         argument, tensors = describe(tuple(args), "args", self._mesh.device, static=not dynamic)

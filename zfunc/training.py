@@ -44,6 +44,8 @@ from zfunc.update import Updated, check_opt_state, commit, opt_state_like, renew
 
 __all__ = ["Options", "Prepared", "Training", "gradients", "prepare", "run_step"]
 
+_MAX_TABLES = 64
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
@@ -73,6 +75,10 @@ class Training:
             options = self.options
             made = ParamTable.of(params, self.mesh, options.specs, options.trainable)
             self.tables[structure] = made
+            if len(self.tables) > _MAX_TABLES:
+                forgotten = self.tables.pop(next(iter(self.tables)))
+                self.opt_structures.pop(forgotten, None)
+                self.programs.forget(forgotten)
         return self.tables[structure]
 
     def check_opt_state(self, table: ParamTable, state: State) -> None:
