@@ -59,7 +59,6 @@ def test_the_curve_is_the_same_on_any_mesh_in_float64(example: Any, data: Path) 
     cases: list[tuple[dict[str, int], tuple[str, ...]]] = [
         ({"shard": 4}, ()),
         ({"shard": 2}, ("--accum", "2", "--remat", "--live-bytes", "1e9")),
-        ({"replica": 2, "shard": 1}, ()),
     ]
     for axes, more in cases:
         got = curves(example, data, axes, *options, *more)
@@ -69,8 +68,8 @@ def test_the_curve_is_the_same_on_any_mesh_in_float64(example: Any, data: Path) 
 
 def test_the_curve_is_the_same_on_any_mesh_in_float32(example: Any, data: Path) -> None:
     want = curves(example, data, {"shard": 1}, "--steps", "20")
-    for size in (2, 4):
-        got = curves(example, data, {"shard": size}, "--steps", "20")
+    for axes in ({"shard": 2}, {"replica": 2, "shard": 2}):
+        got = curves(example, data, axes, "--steps", "20")
         assert got["losses"] == pytest.approx(want["losses"], abs=1e-4, rel=0)
     assert want["losses"][0] == pytest.approx(math.log(256), abs=0.2)
     assert want["held_out"][20] < want["held_out"][0] - 1.0

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import zfunc
+
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -38,6 +40,24 @@ def test_links_lead_to_files() -> None:
     assert targets
     for target in targets:
         assert (ROOT / target).exists(), target
+
+
+def test_line_counts_are_about_right() -> None:
+    counts = re.findall(r"\]\(([\w/.]+\.py)\)\s\((?:about )?(\d+)(?: lines)?\)", TEXT)
+    assert len(counts) == 5
+    for target, said in counts:
+        lines = len((ROOT / target).read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(said)) <= 0.1 * lines, f"{target} has {lines} lines, not {said}"
+
+
+def test_public_names_exist() -> None:
+    names = set(re.findall(r"`(?:zfunc\.)?((?:optim|random|schedules)\.\w+)", TEXT))
+    names |= set(re.findall(r"`zfunc\.(\w+)", TEXT)) - {"module"}  # said not to be there yet
+    assert "optim.clip_by_global_norm" in names and "gather" in names
+    for name in names:
+        found: Any = zfunc
+        for part in name.split("."):
+            found = getattr(found, part)
 
 
 def test_changes_come_last() -> None:
