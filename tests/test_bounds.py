@@ -61,3 +61,20 @@ def test_a_write_into_a_frozen_leaf_is_refused_and_leaves_it_as_it_was() -> None
     with pytest.raises(zfunc.CaptureError, match="seen"):
         step(state, torch.ones(2))
     assert zfunc.gather(state.params)["seen"].tolist() == [0, 0]
+
+
+def failing_init(mesh: zfunc.Mesh) -> str:
+    step = zfunc.shard(lambda p: p["w"].sum(), mesh)
+
+    def init() -> dict[str, Tensor]:
+        return {"w": torch.ones(2, 2)[torch.tensor([0, 9 if mesh.rank == 1 else 1])]}
+
+    with pytest.raises((IndexError, zfunc.RemoteRankError)) as raised:
+        step.init(init, optim.sgd(0.1))
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def test_an_init_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
+    first, second = zfunc.local_mesh(2).run(failing_init)
+    assert first.startswith("RemoteRankError: init failed on rank 1: index 9")
+    assert second.startswith("IndexError: index 9")

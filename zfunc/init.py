@@ -34,16 +34,12 @@ from zfunc.update import init_opt_state
 __all__ = ["abstract_state", "cut_tree", "init_state", "run_init", "traced_init"]
 
 
-def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> list[Sharded]:
-    """Cuts a tree that every rank holds whole.
-
-    Raises:
-        LayoutError: a rank's copy of a leaf differs from rank 0's.
-    """
+def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> tuple[list[Sharded], list[int]]:
+    """Cuts a tree that every rank holds whole; returns pieces, and checksums to compare."""
     leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
     sums = [checksum(leaf) for leaf in leaves] if mesh.comm is not None else []
-    compare_checksums(sums, [slot.path for slot in table.slots], mesh)
-    return [cut(leaf, slot.layouts, mesh) for leaf, slot in zip(leaves, table.slots, strict=True)]
+    pairs = zip(leaves, table.slots, strict=True)
+    return [cut(leaf, slot.layouts, mesh) for leaf, slot in pairs], sums
 
 
 def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Program, Any]:
@@ -81,11 +77,13 @@ def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Progra
     return program, tree.unflatten(traced.aux, leaves)
 
 
-def run_init(program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh) -> list[Sharded]:
+def run_init(
+    program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh
+) -> tuple[list[Sharded], list[int]]:
     """Runs a traced init function; every leaf is cut as soon as it is complete.
 
-    Raises:
-        LayoutError: ranks made different leaves (they drew from generators in different states).
+    Returns:
+        This rank's pieces, and checksums of the whole leaves, to compare with those of other ranks.
     """
     executor = Executor(program, mesh, max_segment_ops=1)
     outputs = program.micros[0].aux
@@ -107,8 +105,7 @@ def run_init(program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh
             del full
         executor.free(frame, Free(tuple(outputs[position] for position in complete)))
     order = range(len(outputs))
-    compare_checksums([sums[i] for i in order], [slot.path for slot in table.slots], mesh)
-    return [made[i] for i in order]
+    return [made[i] for i in order], [sums[i] for i in order]
 
 
 def _completion(program: Program) -> dict[int, list[int]]:
@@ -148,10 +145,16 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
     context = hash_of(table.facts, tx)
     agree(mesh, Proposal(bytes(16), context, lambda: f"{spelled(tx)}\n{table.facts}"), "init")
-    if program is None:
-        leaves = cut_tree(params_or_fn, table, mesh)
-    else:
-        leaves = run_init(program, init_key, table, mesh)
+    leaves: list[Sharded] = []
+    sums: list[int] | Exception
+    try:
+        if program is None:
+            leaves, sums = cut_tree(params_or_fn, table, mesh)
+        else:
+            leaves, sums = run_init(program, init_key, table, mesh)
+    except Exception as error:
+        sums = error
+    compare_checksums(sums, [slot.path for slot in table.slots], mesh)
     opt_state = init_opt_state(tx, table, leaves)
     zero = torch.zeros((), dtype=torch.int64)
     return State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)

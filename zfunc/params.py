@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.agree import hash_of
+from zfunc.agree import exchange_facts, hash_of
 from zfunc.capture import Argument, LeafSlot, Static
 from zfunc.errors import LayoutError, TreeMismatchError, explain
 from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
@@ -167,24 +167,27 @@ def cut(tensor: Tensor, row: LeafLayouts, mesh: Mesh) -> Sharded:
     return Sharded(tensor.reshape(-1)[start:stop].clone(), layout)
 
 
-def compare_checksums(sums: Sequence[int], paths: Sequence[str], mesh: Mesh) -> None:
-    """Raises `LayoutError` on every rank if some rank's copy of a leaf differs.
+def compare_checksums(sums: Sequence[int] | Exception, paths: Sequence[str], mesh: Mesh) -> None:
+    """Raises on every rank if some rank's copy of a leaf differs, or if some rank made none.
 
     Args:
-        sums: one checksum per leaf.
+        sums: one checksum per leaf, or why this rank has none.
         paths: the path of each leaf.
         mesh: the mesh; every rank must call.
+
+    Raises:
+        LayoutError: a leaf differs; names it.
+        RemoteRankError: another rank failed; this rank raises its own exception.
     """
     if mesh.comm is None:
+        if isinstance(sums, Exception):
+            raise sums
         return
-    own = b"".join(value.to_bytes(4, "little") for value in sums)
-    rows = mesh.comm.exchange(own)
+    rows = exchange_facts(mesh, sums, "init")
     for rank, row in enumerate(rows):
         if row == rows[0]:
             continue
-        differing = [
-            i for i in range(len(paths)) if row[4 * i : 4 * i + 4] != rows[0][4 * i : 4 * i + 4]
-        ]
+        differing = [i for i, (a, b) in enumerate(zip(row, rows[0], strict=True)) if a != b]
         raise LayoutError(
             explain(
                 f"{paths[differing[0]] if differing else 'params'} differs between ranks",
