@@ -117,6 +117,17 @@ def test_a_budget_far_above_is_named_but_not_drawn() -> None:
     assert any("far above" in text.get_text() for text in axes.texts)
 
 
+def test_long_programs_are_timed_in_seconds() -> None:
+    w = zfunc.ShapeDtype((2048, 2048), torch.float32)
+    slow = zfunc.Hardware(flops_per_s=1e9)
+    step = zfunc.shard(loss_fn, zfunc.abstract_mesh({"shard": 2}, hw=slow))
+    state = step.abstract({"layers": [w], "head": w}, optim.sgd(0.1))
+    low = step.lower(state, zfunc.ShapeDtype((1024, 2048), torch.float32))
+    axes = report.memory(low).axes[0]
+    assert axes.get_xlabel() == "modelled time (s)"
+    assert axes.get_xlim()[1] == pytest.approx(low.cost_analysis().step_s)
+
+
 def test_recompute_has_its_own_colour() -> None:
     low = lowered({"shard": 8}, remat=zfunc.policies.nothing)
     legend = report.timeline(low).axes[0].get_legend()

@@ -165,8 +165,9 @@ class _Plan:
     Attributes:
         program: the program.
         mesh: its mesh, as text.
-        begin: when compute reaches each op, in seconds; one entry more for the end.
+        begin: when compute reaches each op; one entry more for the end.
         sent: op -> when it is on the network, for the ops that communicate.
+        unit: of these times.
         live_bytes: live bytes during each op.
     """
 
@@ -174,6 +175,7 @@ class _Plan:
     mesh: str
     begin: list[float]
     sent: dict[int, tuple[float, float]]
+    unit: str
     live_bytes: tuple[int, ...]
 
     @classmethod
@@ -185,8 +187,15 @@ class _Plan:
             program, mesh = lowered.program, lowered.mesh
         hw, axes = (mesh.hw, dict(mesh.axes)) if mesh else (Hardware(), {})
         begin, sent = _clock(program, hw, axes)
-        live_bytes = memory_analysis(program, axes).live_bytes
-        return cls(program, str(mesh or "no mesh"), begin, sent, live_bytes)
+        scale, unit = (1.0, "s") if begin[-1] >= 10 else (1e3, "ms")
+        return cls(
+            program,
+            str(mesh or "no mesh"),
+            [time * scale for time in begin],
+            {at: (start * scale, stop * scale) for at, (start, stop) in sent.items()},
+            unit,
+            memory_analysis(program, axes).live_bytes,
+        )
 
 
 def _clock(
@@ -270,7 +279,7 @@ def _draw_timeline(axes: Axes, plan: _Plan) -> None:
     first = {bar.leaf: None for bar in bars}
     row = {leaf: place + 2 for place, leaf in enumerate(first)}
     for phase, start, stop in _phases(plan):
-        axes.axvspan(start * 1e3, stop * 1e3, color=_PHASES[phase], alpha=0.35, lw=0)
+        axes.axvspan(start, stop, color=_PHASES[phase], alpha=0.35, lw=0)
         _bar(axes, 0, start, stop, _PHASES[phase])
     for at, (start, stop) in plan.sent.items():
         colour = _REDUCES if isinstance(plan.program.ops[at], Reduce | Status) else _TRAVELS
@@ -288,7 +297,7 @@ def _draw_timeline(axes: Axes, plan: _Plan) -> None:
 
 
 def _bar(axes: Axes, row: int, start: float, stop: float, colour: str) -> None:
-    axes.barh(row, (stop - start) * 1e3, left=start * 1e3, height=0.72, color=colour, lw=0)
+    axes.barh(row, stop - start, left=start, height=0.72, color=colour, lw=0)
 
 
 def _key(axes: Axes, plan: _Plan) -> None:
@@ -309,16 +318,15 @@ def _key(axes: Axes, plan: _Plan) -> None:
 
 
 def _draw_memory(axes: Axes, plan: _Plan) -> None:
-    ms = [begin * 1e3 for begin in plan.begin]
     live = [*plan.live_bytes, plan.live_bytes[-1] if plan.live_bytes else 0]
     peak, limit = max(live), plan.program.limit_bytes
     scale, unit = _unit(peak)
     heights = [nbytes / scale for nbytes in live]
-    axes.fill_between(ms, heights, step="post", color=_TRAVELS, lw=0)
-    axes.step(ms, heights, where="post", color=_HELD, lw=0.8)
-    where = live.index(peak)
-    axes.plot(ms[where], peak / scale, "o", color=_REDUCES, ms=4)
-    _note(axes, f"peak {bytes_text(peak)}", ms[where], peak / scale, right=ms[where] > ms[-1] / 2)
+    axes.fill_between(plan.begin, heights, step="post", color=_TRAVELS, lw=0)
+    axes.step(plan.begin, heights, where="post", color=_HELD, lw=0.8)
+    at = plan.begin[live.index(peak)]
+    axes.plot(at, peak / scale, "o", color=_REDUCES, ms=4)
+    _note(axes, f"peak {bytes_text(peak)}", at, peak / scale, right=at > plan.begin[-1] / 2)
     top = peak
     if limit is not None:
         near = limit <= 2 * peak
@@ -340,8 +348,8 @@ def _note(axes: Axes, text: str, x: float, y: float, *, right: bool) -> None:
 
 
 def _label_time(axes: Axes, plan: _Plan) -> None:
-    axes.set_xlim(0, max(plan.begin[-1] * 1e3, 1e-9))
-    axes.set_xlabel("modelled time (ms)", fontsize=7)
+    axes.set_xlim(0, max(plan.begin[-1], 1e-9))
+    axes.set_xlabel(f"modelled time ({plan.unit})", fontsize=7)
     axes.tick_params(axis="x", labelsize=6)
 
 
