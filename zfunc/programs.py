@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import inspect
 import logging
 import time
@@ -20,7 +21,7 @@ import torch
 
 from zfunc import tree
 from zfunc.capture import Argument, Input, Traced, to_program, trace_forward, trace_loss
-from zfunc.capture.graph import leaf_of
+from zfunc.capture.graph import capture, leaf_of
 from zfunc.errors import BudgetError, CaptureError, LayoutError, explain
 from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
@@ -176,9 +177,9 @@ class Programs:
             BudgetError: it needs more than the budget.
         """
 
-        def trace(batch: Argument) -> Traced:
+        def trace(batch: Argument, **how: bool) -> Traced:
             return trace_loss(
-                self.function, table.argument, batch, key=self.takes_key, has_aux=has_aux
+                self.function, table.argument, batch, key=self.takes_key, has_aux=has_aux, **how
             )
 
         return self._choose(("loss", update), table, tuple(batches), trace, update)
@@ -186,8 +187,8 @@ class Programs:
     def forward(self, table: ParamTable, args: Argument) -> Compiled:
         """The program of the function alone; `args` describes the tuple of further arguments."""
 
-        def trace(args: Argument) -> Traced:
-            return trace_forward(self.function, table.argument, args)
+        def trace(args: Argument, **how: bool) -> Traced:
+            return trace_forward(self.function, table.argument, args, **how)
 
         return self._choose(("forward", False), table, (args,), trace, False)
 
@@ -210,7 +211,7 @@ class Programs:
         kind: tuple[str, bool],
         table: ParamTable,
         batches: tuple[Argument, ...],
-        trace: Callable[[Argument], Traced],
+        trace: Callable[..., Traced],
         update: bool,
     ) -> Compiled:
         """Finds a program, or captures one on the highest rung that takes the function."""
@@ -243,7 +244,7 @@ class Programs:
         signature: tuple[Any, ...],
         table: ParamTable,
         batches: tuple[Argument, ...],
-        trace: Callable[[Argument], Traced],
+        trace: Callable[..., Traced],
         update: bool,
     ) -> Compiled:
         found = self._known.get(signature)
@@ -318,7 +319,7 @@ class Programs:
         signature: Hashable,
         found: Compiled,
         batches: tuple[Argument, ...],
-        trace: Callable[[Argument], Traced],
+        trace: Callable[..., Traced],
     ) -> None:
         """Checks at every so many calls of a signature."""
         calls = (self._checked.get(signature) or 0) + 1
@@ -327,7 +328,7 @@ class Programs:
             self._check(found, batches, trace)
 
     def _check(
-        self, found: Compiled, batches: tuple[Argument, ...], trace: Callable[[Argument], Traced]
+        self, found: Compiled, batches: tuple[Argument, ...], trace: Callable[..., Traced]
     ) -> None:
         """Traces again and compares: the function may depend on Python state."""
         for batch, old, micro in zip(batches, found.traced, found.micros, strict=True):
@@ -350,13 +351,12 @@ class Programs:
         table: ParamTable,
         batch: Argument,
         modes: tuple[Any, ...],
-        trace: Callable[[Argument], Traced],
+        trace: Callable[..., Traced],
     ) -> tuple[Traced, Program]:
         """Equal micro-batches are traced once, with and without an update alike."""
         found = self._captured.get((table, batch, modes))
         if found is None:
-            traced = trace(batch)
-            program = to_program(traced, self.name)
+            traced, program = capture(functools.partial(trace, batch), self.name)
             found = dataclasses.replace(traced, graph=None), program
             self._captured.put((table, batch, modes), found)
         return found

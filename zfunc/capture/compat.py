@@ -8,8 +8,9 @@ differentiate: they choose the other derivation, anything else is the user's own
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,14 +23,17 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DATA_DEPENDENT",
+    "Lines",
     "annotate",
     "fake_mode",
     "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
+    "is_leaf_write",
     "num_nodes",
     "regions_of",
     "to_graph",
@@ -41,6 +45,7 @@ _REFUSALS = (
     "don't yet support saved tensor hooks",
     "must override the setup_context staticmethod",
     "would mutate a captured Tensor",
+    "attempting to call Tensor.requires_grad_()",
 )
 _REGION = "zfunc.remat."
 
@@ -53,6 +58,12 @@ def is_functorch_refusal(error: BaseException) -> bool:
 def is_fake_refusal(error: BaseException) -> bool:
     """Whether a real tensor met the fake ones: the function captured it from outside."""
     return isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error)
+
+
+def is_leaf_write(error: BaseException) -> bool:
+    """Whether autograd refused a write into a leaf that requires a gradient."""
+    text = "leaf Variable that requires grad is being used in an in-place operation"
+    return isinstance(error, RuntimeError) and text in str(error)
 
 
 @contextlib.contextmanager
@@ -68,10 +79,58 @@ def fake_mode() -> Iterator[FakeTensorMode]:
         logger.setLevel(level)
 
 
-def to_graph(function: Any, *args: Any) -> torch.fx.GraphModule:
-    """Traces a function of flat tuples of fake tensors."""
+def to_graph(
+    function: Any, *args: Any, on_draw: Callable[[object, Any, Any], None]
+) -> torch.fx.GraphModule:
+    """Traces a function of flat tuples of fake tensors.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        on_draw: called with every random operator and its arguments before it is recorded.
+    """
+
+    def ask(op: object, *args: Any, **kwargs: Any) -> Any:
+        on_draw(op, args, kwargs)
+        return NotImplemented
+
+    asking = {op: functools.partial(ask, op) for op in _random_ops()}
     with torch.autograd.set_multithreading_enabled(False):
-        return make_fx(function)(*args)
+        return make_fx(function, decomposition_table=asking)(*args)
+
+
+@functools.cache
+def _random_ops() -> tuple[Any, ...]:
+    """The operators that draw from a generator."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, op = name.partition("::")
+        base, _, overload = op.partition(".")
+        packet = getattr(torch.ops.aten, base, None) if space == "aten" else None
+        target = getattr(packet, overload or "default", None)
+        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
+            found.append(target)
+    return tuple(found)
+
+
+class Lines(TorchDispatchMode):
+    """Notes for every node that is traced inside which line made it.
+
+    Args:
+        found: number of a node -> line; filled.
+        line: tells the line that runs now.
+    """
+
+    def __init__(self, found: dict[int, str], line: Callable[[], str]):
+        super().__init__()
+        self._found = found
+        self._line = line
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = num_nodes()
+        out = func(*args, **(kwargs or {}))
+        self._found.update(dict.fromkeys(range(start, num_nodes()), self._line()))
+        return out
 
 
 def num_nodes() -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
 
 from zfunc.capture import compat
-from zfunc.capture.slots import Input, LeafSlot
+from zfunc.capture.slots import LeafSlot
 from zfunc.capture.trace import Traced
 from zfunc.errors import CaptureError, explain
 from zfunc.layout import ShapeDtype
@@ -33,7 +34,7 @@ from zfunc.program.ir import (
     writes,
 )
 
-__all__ = ["leaf_of", "to_program"]
+__all__ = ["capture", "leaf_of", "to_program"]
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _ZEROS = (torch.ops.aten.zeros_like.default, torch.ops.aten.zeros.default)
@@ -51,6 +52,8 @@ class _Builder:
     ids: dict[torch.fx.Node, int] = dataclasses.field(default_factory=dict)
     zeros: set[int] = dataclasses.field(default_factory=set)
     fakes: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    generators: dict[torch.fx.Node, torch.Generator] = dataclasses.field(default_factory=dict)
+    at: str = ""
 
     def own(self, source: int, phase: str, *, dense: bool) -> int:
         """A value that an output may be: alias of no argument, and if `dense`, of nothing."""
@@ -76,10 +79,20 @@ class _Builder:
         if not isinstance(fake, torch.Tensor) or any(not isinstance(n, int) for n in fake.shape):
             raise CaptureError(
                 explain(
-                    f"{self.name} makes a value that Python must look into ({name})",
+                    f"{self.name} makes a value that Python must look into ({name}){self.at}",
                     expected="tensors of fixed shapes",
                     got=type(fake),
                     do="replace .item(), nonzero and boolean indexing by torch.where or masks",
+                ),
+                runs_dynamic=True,
+            )
+        if fake.layout != torch.strided:
+            raise CaptureError(
+                explain(
+                    f"{self.name} makes a sparse tensor ({name}){self.at}",
+                    expected="strided tensors",
+                    got=fake.layout,
+                    do="leave out sparse=True: gradients are reduced dense",
                 ),
                 runs_dynamic=True,
             )
@@ -115,6 +128,7 @@ def to_program(traced: Traced, name: str) -> Program:
     assert traced.graph is not None
     nodes = list(traced.graph.graph.nodes)
     for position, node in enumerate(nodes):
+        build.at = f" at {traced.lines[position]}" if position in traced.lines else ""
         if node.op == "placeholder":
             kind, slot = traced.slots[position]
             role = "leaf" if kind == "leaf" else "input"
@@ -126,7 +140,10 @@ def to_program(traced: Traced, name: str) -> Program:
             else:
                 inputs.append(build.ids[node])
         elif node.op == "get_attr":
-            constant = getattr(traced.graph, node.target)
+            constant: Any = getattr(traced.graph, node.target)
+            if isinstance(constant, torch.Generator):
+                build.generators[node] = constant
+                continue
             if compat.is_fake(constant):
                 raise _untracked(build, node)
             build.ids[node] = build.value(node.meta["val"], node.name, "constant")
@@ -155,7 +172,8 @@ def _untracked(build: _Builder, node: torch.fx.Node) -> CaptureError:
     """A tensor whose making the trace has not seen: it has a shape and no values."""
     return CaptureError(
         explain(
-            f"{build.name} returns a tensor that cannot be followed to its arguments ({node.name})",
+            f"{build.name} returns a tensor that cannot be followed to its arguments ({node.name})"
+            f"{build.at}",
             expected="a gradient or result that operators make",
             got="what an autograd.Function saved, handed back as it is",
             do="make a new tensor in backward, such as saved * grad",
@@ -164,10 +182,37 @@ def _untracked(build: _Builder, node: torch.fx.Node) -> CaptureError:
     )
 
 
+def capture(trace: Callable[..., Traced], name: str) -> tuple[Traced, Program]:
+    """Traces a function into a Program; if that is refused, once more to name the user's line.
+
+    Args:
+        trace: traces it; takes `lines` and `derive` as `trace_loss` does.
+        name: the name of the user's function.
+
+    Returns:
+        The trace and the program.
+
+    Raises:
+        CaptureError: see `to_program`.
+    """
+    try:
+        traced = trace()
+    except RuntimeError as error:
+        if compat.is_leaf_write(error):
+            to_program(trace(lines=True, derive=False), name)
+        raise
+    try:
+        return traced, to_program(traced, name)
+    except CaptureError as refusal:
+        again = trace(lines=True)
+        to_program(again, name)
+        raise refusal
+
+
 def _placeholder(kind: str, slot: Any) -> str:
     if isinstance(slot, LeafSlot):
         return slot.path
-    return "key" if kind == "key" else "in" if isinstance(slot, Input) else f"{slot.path}.{kind}"
+    return "key" if kind == "key" else slot if kind == "input" else f"{slot.path}.{kind}"
 
 
 def leaf_of(slot: Any, full: int) -> Leaf:
@@ -211,8 +256,12 @@ def _op(
     build: _Builder, node: torch.fx.Node, outs: tuple[int | None, ...], packed: bool, phase: str
 ) -> Op:
     """The op of a node: compute, or a collective that the loss asked for."""
-    args: Any = torch.fx.map_arg(node.args, lambda arg: Ref(build.ids[arg]))  # pyright: ignore
-    kwargs: Any = torch.fx.map_arg(node.kwargs, lambda arg: Ref(build.ids[arg]))  # pyright: ignore
+
+    def name_of(arg: torch.fx.Node) -> Any:
+        return build.generators.get(arg) or Ref(build.ids[arg])
+
+    args: Any = torch.fx.map_arg(node.args, name_of)  # pyright: ignore
+    kwargs: Any = torch.fx.map_arg(node.kwargs, name_of)  # pyright: ignore
     name = getattr(node.target, "__name__", str(node.target))
     if getattr(node.target, "namespace", "") == "zfunc":
         source, axis, *rest = _plain(args)
@@ -242,21 +291,12 @@ def _plain(args: Any) -> Any:
 
 
 def _check_call(build: _Builder, node: torch.fx.Node) -> None:
-    """Refuses writes into arguments and draws from the user's own generators."""
+    """Refuses writes into arguments."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return
     for position, argument in enumerate(schema.arguments):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if isinstance(given, torch.Generator):
-            raise CaptureError(
-                explain(
-                    f"{build.name} draws from a torch.Generator of its own ({node.target})",
-                    expected="the global generator, or zfunc.random with a `key` argument",
-                    do="add `*, key` to the loss and draw with zfunc.random",
-                ),
-                runs_dynamic=True,
-            )
         alias = argument.alias_info
         if alias is None or not alias.is_write:
             continue
@@ -270,7 +310,8 @@ def _check_write(build: _Builder, target: torch.fx.Node, node: torch.fx.Node) ->
     if owner.role in ("leaf", "input"):
         raise CaptureError(
             explain(
-                f"{build.name} writes into its argument {owner.name} in place ({node.target})",
+                f"{build.name} writes into its argument {owner.name} in place ({node.target})"
+                f"{build.at}",
                 expected="a function without side effects",
                 do="clone before writing, or return the new value (has_aux=True)",
             )

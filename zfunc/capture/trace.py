@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from zfunc import tree
-from zfunc.capture import compat
+from zfunc.capture import compat, refusals
+from zfunc.capture.generators import Draws, without_moving
 from zfunc.capture.outputs import split_loss
 from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static
-from zfunc.errors import CaptureError, explain
 from zfunc.scope import Scope, entered, scope
 from zfunc.sharded import Sharded
 
@@ -35,7 +33,8 @@ class Traced:
 
     Attributes:
         graph: the traced module; None once it has become a program.
-        slots: the slot of each placeholder; a `Sharded` argument has two (piece, then whole).
+        slots: the slot of each placeholder; a `Sharded` argument has two (piece, then whole); for
+            other tensors their path.
         num_forward: how many nodes precede the derivative.
         has_loss: whether the first output is a loss.
         weighted: whether the loss returned a weight.
@@ -43,6 +42,7 @@ class Traced:
         aux: structure of what the function returns besides.
         statics: the leaves of what it returns besides, None where a tensor goes.
         derivation: "vjp", "autograd" or "forward".
+        lines: the user's line of each node, by its number; empty unless asked for.
     """
 
     graph: torch.fx.GraphModule | None
@@ -54,6 +54,7 @@ class Traced:
     aux: Any
     statics: tuple[Any, ...]
     derivation: str
+    lines: Mapping[int, str]
 
 
 def lookup_full(leaf: Sharded) -> Tensor | None:
@@ -69,6 +70,8 @@ def trace_loss(
     *,
     key: bool,
     has_aux: bool,
+    derive: bool = True,
+    lines: bool = False,
 ) -> Traced:
     """Traces a loss and its gradient.
 
@@ -78,6 +81,8 @@ def trace_loss(
         batch: the batch's description.
         key: whether the loss takes a key.
         has_aux: whether it returns `(loss, aux)`.
+        derive: whether to trace the gradient as well.
+        lines: whether to note the line of every node, which takes long.
 
     Returns:
         The graph; its outputs are loss, weight if any, gradients, tensors of aux.
@@ -105,8 +110,8 @@ def trace_loss(
         box["num_forward"] = compat.num_nodes()
         return (loss, *extra, *pull(torch.ones_like(loss)))
 
-    def without_derivative(_: Any, *rest: Any) -> tuple[Tensor | None, ...]:
-        loss, extra = loss_of((), *rest)
+    def without_derivative(diff: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+        loss, extra = loss_of(diff, *rest)
         box["num_forward"] = compat.num_nodes()
         return (loss, *extra)
 
@@ -122,13 +127,15 @@ def trace_loss(
 
     def run(derive: Callable[..., Any], derivation: str) -> Traced:
         def body(leaves: list[Any], inputs: Any, secret: Any) -> tuple[Tensor, ...]:
+            box.clear()
             outs = derive([leaves[i] for i in trainable], leaves, inputs, secret)
             box["present"] = [out is not None for out in outs]
             return tuple(out for out in outs if out is not None)
 
-        return _trace(body, params, batch, key, box, len(trainable), derivation)
+        grads = 0 if derivation == "forward" else len(trainable)
+        return _trace(body, params, batch, key, box, grads, derivation, lines=lines)
 
-    if not trainable:
+    if not trainable or not derive:
         return run(without_derivative, "forward")
     try:
         return run(with_vjp, "vjp")
@@ -139,7 +146,12 @@ def trace_loss(
 
 
 def trace_forward(
-    fn: Callable[..., Any], params: Argument, args: Argument, *, pure: bool = True
+    fn: Callable[..., Any],
+    params: Argument,
+    args: Argument,
+    *,
+    pure: bool = True,
+    lines: bool = False,
 ) -> Traced:
     """Traces a function of parameters and further arguments without its derivative.
 
@@ -149,6 +161,7 @@ def trace_forward(
         args: the description of the tuple of further arguments.
         pure: whether to refuse a function that moves a generator while it is traced; False for
             one that is run once, right after.
+        lines: whether to note the line of every node, which takes long.
 
     Returns:
         The graph; its outputs are the tensors of what the function returns.
@@ -165,7 +178,7 @@ def trace_forward(
         return tensors
 
     with torch.no_grad():
-        return _trace(body, params, args, False, box, 0, "forward", pure)
+        return _trace(body, params, args, False, box, 0, "forward", pure=pure, lines=lines)
 
 
 def _trace(
@@ -176,28 +189,32 @@ def _trace(
     box: dict[str, Any],
     num_grads: int,
     derivation: str,
+    *,
     pure: bool = True,
+    lines: bool = False,
 ) -> Traced:
     """Runs `body` on fake tensors for every slot and records the graph."""
-    with _pure() if pure else contextlib.nullcontext(), compat.fake_mode():
-        fakes, slots = _placeholders(params, args, key)
+    found: dict[int, str] = {}
 
-        def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            with entered(Scope({}, compat.annotate)) as current:
-                remaining = iter(tensors)
-                leaves = [_fill(slot, remaining, current) for slot in params.slots]
-                inputs = [_fill(slot, remaining, current) for slot in args.slots]
-                secret = next(remaining) if key else None
-                return body(leaves, tree.unflatten(args.structure, inputs), secret)
+    def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        noting = compat.Lines(found, refusals.line_of_stack) if lines else contextlib.nullcontext()
+        with entered(Scope({}, compat.annotate)) as current, noting:
+            remaining = iter(tensors)
+            leaves = [_fill(slot, remaining, current) for slot in params.slots]
+            inputs = [_fill(slot, remaining, current) for slot in args.slots]
+            secret = next(remaining) if key else None
+            return body(leaves, tree.unflatten(args.structure, inputs), secret)
 
-        try:
-            graph = compat.to_graph(flat, fakes)
-        except compat.DATA_DEPENDENT as error:
-            raise _data_dependent(error) from error
-        except AssertionError as error:
-            if not compat.is_fake_refusal(error):
-                raise
-            raise _captured_tensor(error) from error
+    def record() -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
+        draws = Draws(own=not pure)
+        with compat.fake_mode():
+            fakes, slots = _placeholders(params, args, key)
+            graph = compat.to_graph(flat, fakes, on_draw=draws)
+        draws.check()
+        return graph, slots
+
+    with refusals.explained():
+        graph, slots = without_moving(record) if pure else record()
     num_first = len(box["present"]) - num_grads
     return Traced(
         graph,
@@ -209,6 +226,7 @@ def _trace(
         box["aux"],
         box["statics"],
         derivation,
+        found,
     )
 
 
@@ -218,7 +236,9 @@ def _placeholders(
     """Fake tensors for every slot, and what each of them is."""
     fakes: list[Tensor] = []
     slots: list[tuple[str, Any]] = []
-    for slot in (*params.slots, *args.slots):
+    paths = [accessor.codify("batch") for accessor in args.structure.accessors()]
+    paths = [""] * len(params.slots) + paths
+    for slot, path in zip((*params.slots, *args.slots), paths, strict=True):
         if isinstance(slot, LeafSlot):
             fakes.append(_empty(slot.spec.shape, slot.spec.dtype, slot.layouts.params.mesh.device))
             slots.append(("leaf", slot))
@@ -234,7 +254,7 @@ def _placeholders(
                     slot.spec.shape, slot.stride, dtype=slot.spec.dtype, device=slot.device
                 )
             )
-            slots.append(("input", slot))
+            slots.append(("input", path))
     if key:
         fakes.append(torch.empty(2, dtype=torch.int64))
         slots.append(("key", None))
@@ -261,65 +281,3 @@ def _split_aux(aux: Any, box: dict[str, Any]) -> tuple[Tensor, ...]:
     leaves, box["aux"] = tree.flatten(aux)
     box["statics"] = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
     return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-@contextlib.contextmanager
-def _pure() -> Iterator[None]:
-    """Refuses a function that moves a generator of torch, numpy or random while it is traced."""
-    before = _generator_states()
-    yield
-    for name, old, new in zip(
-        ("torch", "numpy", "random"), before, _generator_states(), strict=True
-    ):
-        if old != new:
-            raise CaptureError(
-                explain(
-                    f"the function moves {name}'s generator from Python",
-                    expected="random numbers that are part of the graph",
-                    got=f"a changed state of {name}'s generator: later steps would repeat one draw",
-                    do="draw with zfunc.random from a `key` argument, or pass numbers in the batch",
-                )
-            )
-
-
-def _generator_states() -> tuple[bytes, bytes, int]:
-    state = numpy.random.get_state(legacy=True)
-    return (
-        torch.get_rng_state().numpy().tobytes(),
-        state[1].tobytes() + bytes(str(state[2:]), "ascii"),  # pyright: ignore
-        hash(random.getstate()),
-    )
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the traceback that belongs neither to torch nor to zfunc."""
-    line, frame = "", error.__traceback__
-    while frame is not None:
-        file = frame.tb_frame.f_code.co_filename
-        if not any(part in file for part in ("/torch/", "/zfunc/", "/optree/", "<")):
-            line = f"{file}:{frame.tb_lineno}"
-        frame = frame.tb_next
-    return line
-
-
-def _data_dependent(error: BaseException) -> CaptureError:
-    return CaptureError(
-        explain(
-            f"Python control flow depends on a tensor's value at {_user_line(error)}",
-            expected="operators only, such as torch.where",
-            got=str(error),
-            do="keep the value a tensor, or decide outside and pass the choice in the batch",
-        ),
-        runs_dynamic=True,
-    )
-
-
-def _captured_tensor(error: BaseException) -> CaptureError:
-    return CaptureError(
-        explain(
-            f"the function uses a tensor that is not an argument at {_user_line(error)}",
-            expected="every tensor passed through params or batch",
-            got=str(error).split("Found in")[-1].strip(),
-            do="pass it in the batch, or as a frozen leaf of the parameters",
-        )
-    )

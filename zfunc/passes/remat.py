@@ -127,7 +127,8 @@ def check_random(program: Program) -> None:
                     expected="recomputation that repeats the numbers of the forward pass",
                     got="torch.utils.checkpoint, or an autograd.Function with a random backward",
                     do="wrap the block with zfunc.remat instead of torch.utils.checkpoint",
-                )
+                ),
+                runs_dynamic=True,
             )
 
 

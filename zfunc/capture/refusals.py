@@ -1,0 +1,166 @@
+"""Refusals: what a function may not do while it is captured, said with the line that does it.
+
+A graph repeats the operators that were traced. Whatever else the function did, or decided, was done
+once; here that is found out, so that no graph is kept that would tell another story than the
+function. What Python can run all the same is marked as fit for the dynamic rung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import optree
+import torch
+
+from zfunc.capture import compat
+from zfunc.errors import CaptureError, explain
+
+__all__ = [
+    "explained",
+    "leaf_write",
+    "line_of_change",
+    "line_of_stack",
+    "moved_generator",
+    "own_draw",
+]
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = tuple(
+    folder + os.sep for folder in (_HERE, *map(os.path.dirname, (torch.__file__, optree.__file__)))
+)
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turns what tracing raises about a function that is not fit for it into a `CaptureError`."""
+    try:
+        yield
+    except compat.DATA_DEPENDENT as error:
+        raise CaptureError(
+            explain(
+                f"Python control flow depends on a tensor's value at {_line_of(error)}",
+                expected="operators only, such as torch.where",
+                got=str(error),
+                do="keep the value a tensor, or decide outside and pass the choice in the batch",
+            ),
+            runs_dynamic=True,
+        ) from error
+    except AssertionError as error:
+        if not compat.is_fake_refusal(error):
+            raise
+        raise _captured_tensor(error) from error
+
+
+def _captured_tensor(error: BaseException) -> CaptureError:
+    """A tensor met the traced ones that is none of the arguments."""
+    do = "pass it in the batch, or as a frozen leaf of the parameters"
+    if any(frame.filename.endswith("utils/checkpoint.py") for frame in _frames(error)):
+        do = (
+            "torch.utils.checkpoint computes again what torch.func.functional_call has ended, so"
+            " with the module's own weights: use zfunc.remat in the module"
+        )
+    return CaptureError(
+        explain(
+            f"the function uses a tensor that is not an argument at {_line_of(error)}",
+            expected="every tensor passed through params or batch",
+            got=str(error).split("Found in")[-1].strip(),
+            do=do,
+        )
+    )
+
+
+def moved_generator(name: str, line: str) -> CaptureError:
+    """Python drew from a global generator, or seeded it."""
+    return CaptureError(
+        explain(
+            f"the function moves {name}'s generator from Python at {line}",
+            expected="random numbers that are part of the graph",
+            got=f"a changed state of {name}'s generator: later steps would repeat one draw",
+            do="draw with zfunc.random from a `key` argument, or pass numbers in the batch",
+        )
+    )
+
+
+def own_draw(op: object, line: str) -> CaptureError:
+    """An operator drew from a generator whose state is the function's own."""
+    return CaptureError(
+        explain(
+            f"{op} draws from a torch.Generator or a seed of the function's own at {line}",
+            expected="the global generator as it is, or zfunc.random with a `key` argument",
+            do="add `*, key` to the function and draw with zfunc.random",
+        ),
+        runs_dynamic=True,
+    )
+
+
+def leaf_write(error: BaseException) -> CaptureError:
+    """The function wrote into a parameter that requires a gradient."""
+    return CaptureError(
+        explain(
+            f"the loss writes into a parameter in place at {_line_of(error)}",
+            expected="a function without side effects",
+            do="clone before writing, or return the new value (has_aux=True)",
+        )
+    )
+
+
+@contextlib.contextmanager
+def line_of_change(read: Callable[[], Any]) -> Iterator[list[str]]:
+    """Watches the user's code until a line changes something.
+
+    Args:
+        read: what to watch.
+
+    Yields:
+        A list that holds the line at the end.
+    """
+    before, found, last = read(), [], "an unknown line"
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last
+        if not found and read() != before:
+            found.append(last)
+        if _is_library(frame.f_code.co_filename):
+            return None
+        last = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return watch
+
+    outer = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield found
+    finally:
+        sys.settrace(outer)
+        found.append(last)
+
+
+def line_of_stack() -> str:
+    """The innermost line of the running code that is the user's."""
+    for frame, number in traceback.walk_stack(None):
+        if not _is_library(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{number}"
+    return "an unknown line"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line of a traceback that is the user's."""
+    lines = [f"{f.filename}:{f.lineno}" for f in _frames(error) if not _is_library(f.filename)]
+    return lines[-1] if lines else "an unknown line"
+
+
+def _frames(error: BaseException) -> list[traceback.FrameSummary]:
+    return list(traceback.extract_tb(error.__traceback__))
+
+
+def _is_library(filename: str) -> bool:
+    installed = "site-packages" in filename
+    return filename.startswith(("<", *_LIBRARIES)) or (
+        filename.startswith(_STANDARD) and not installed
+    )
