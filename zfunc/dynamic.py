@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from zfunc import tree
+from zfunc.capture.compat import gradients
 from zfunc.capture.outputs import split_loss
+from zfunc.capture.refusals import OwnWeights, explained_writes
 from zfunc.errors import CaptureError, explain
 from zfunc.params import ParamTable
 from zfunc.scope import Scope, entered
@@ -44,30 +46,19 @@ def call_loss(
         Loss, weight (1 for a loss without) and the gradient of every trainable leaf; and aux.
 
     Raises:
-        CaptureError: it writes into a parameter.
+        CaptureError: it writes into an argument.
     """
-    # A frozen leaf that the function writes into must not be the state's own buffer.
-    trained = set(table.trainable)
-    leaves = [
-        full.detach() if i in trained else full.detach().clone() for i, full in enumerate(fulls)
-    ]
+    leaves = _lent(table, fulls)
     diff = [leaves[i].requires_grad_() for i in table.trainable]
-    versions = [leaf._version for leaf in leaves]
+    watched = _versions(table, leaves, arguments)
     keys = {} if key is None else {"key": key}
-    with torch.enable_grad(), entered(Scope({}, None)):
+    with torch.enable_grad(), entered(Scope({}, None)), explained_writes():
         loss, weight, aux = split_loss(loss_fn(table.rebuild(leaves), *arguments, **keys), has_aux)
     grads: Sequence[Tensor | None] = [None] * len(diff)
-    if loss.requires_grad:
-        grads = torch.autograd.grad(loss, diff, allow_unused=True)
-    for slot, leaf, version in zip(table.slots, leaves, versions, strict=True):
-        if leaf._version != version:
-            raise CaptureError(
-                explain(
-                    f"the loss writes into its argument {slot.path} in place",
-                    expected="a function without side effects",
-                    do="clone before writing, or return the new value (has_aux=True)",
-                )
-            )
+    if loss.requires_grad and diff:
+        with OwnWeights():
+            grads = gradients(loss, diff)
+    _refuse_writes(watched)
     if weight is None:
         weight = torch.ones((), dtype=torch.float64)
     owned = _owned(grads, diff)
@@ -78,9 +69,44 @@ def call_forward(
     fn: Callable[..., Any], table: ParamTable, fulls: Sequence[Tensor], arguments: Sequence[Any]
 ) -> tuple[list[Tensor], Any]:
     """Runs a function of whole parameters without a derivative; its result counts as aux."""
+    leaves = _lent(table, fulls)
+    watched = _versions(table, leaves, arguments)
     with torch.no_grad(), entered(Scope({}, None)):
-        out = fn(table.rebuild([full.detach() for full in fulls]), *arguments)
+        out = fn(table.rebuild(leaves), *arguments)
+    _refuse_writes(watched)
     return [], _detached(out, fulls)
+
+
+def _lent(table: ParamTable, fulls: Sequence[Tensor]) -> list[Tensor]:
+    """Whole leaves that a function may ruin: what the state holds whole is copied."""
+    layouts = [slot.layouts.params for slot in table.slots]
+    return [
+        full.detach() if layout.axis and layout.mesh.axis_size(layout.axis) > 1 else full.clone()
+        for full, layout in zip(fulls, layouts, strict=True)
+    ]
+
+
+def _versions(
+    table: ParamTable, leaves: Sequence[Tensor], arguments: Sequence[Any]
+) -> list[tuple[str, Tensor, int]]:
+    """Every tensor that a function must not write into: its path, itself, its version."""
+    given = [(slot.path, leaf) for slot, leaf in zip(table.slots, leaves, strict=True)]
+    for argument in arguments:
+        found = zip(tree.leaf_paths(argument, "batch"), tree.leaves(argument), strict=True)
+        given += [(path, x) for path, x in found if isinstance(x, Tensor) and not x.is_inference()]
+    return [(path, x, x._version) for path, x in given]
+
+
+def _refuse_writes(watched: Sequence[tuple[str, Tensor, int]]) -> None:
+    for path, tensor, version in watched:
+        if tensor._version != version:
+            raise CaptureError(
+                explain(
+                    f"the function writes into its argument {path} in place",
+                    expected="a function without side effects",
+                    do="clone before writing, or return the new value (has_aux=True)",
+                )
+            )
 
 
 def _owned(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     is_fake,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ __all__ = [
     "Lines",
     "annotate",
     "fake_mode",
+    "gradients",
     "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
@@ -131,6 +133,13 @@ class Lines(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._found.update(dict.fromkeys(range(start, num_nodes()), self._line()))
         return out
+
+
+def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """`torch.autograd.grad`, which by itself would suspend an active function mode."""
+    return _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False
+    )
 
 
 def num_nodes() -> int:

@@ -17,13 +17,15 @@ from typing import Any
 
 import optree
 import torch
+from torch.overrides import TorchFunctionMode
 
 from zfunc.capture import compat
 from zfunc.errors import CaptureError, explain
 
 __all__ = [
+    "OwnWeights",
     "explained",
-    "leaf_write",
+    "explained_writes",
     "line_of_change",
     "line_of_stack",
     "moved_generator",
@@ -33,6 +35,10 @@ __all__ = [
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     folder + os.sep for folder in (_HERE, *map(os.path.dirname, (torch.__file__, optree.__file__)))
+)
+_OWN_WEIGHTS = (
+    "torch.utils.checkpoint computes again after torch.func.functional_call has ended, with the"
+    " module's own weights: use zfunc.remat in the module instead"
 )
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
@@ -62,10 +68,7 @@ def _captured_tensor(error: BaseException) -> CaptureError:
     """A tensor met the traced ones that is none of the arguments."""
     do = "pass it in the batch, or as a frozen leaf of the parameters"
     if any(frame.filename.endswith("utils/checkpoint.py") for frame in _frames(error)):
-        do = (
-            "torch.utils.checkpoint computes again what torch.func.functional_call has ended, so"
-            " with the module's own weights: use zfunc.remat in the module"
-        )
+        do = _OWN_WEIGHTS
     return CaptureError(
         explain(
             f"the function uses a tensor that is not an argument at {_line_of(error)}",
@@ -100,15 +103,41 @@ def own_draw(op: object, line: str) -> CaptureError:
     )
 
 
-def leaf_write(error: BaseException) -> CaptureError:
-    """The function wrote into a parameter that requires a gradient."""
-    return CaptureError(
-        explain(
-            f"the loss writes into a parameter in place at {_line_of(error)}",
-            expected="a function without side effects",
-            do="clone before writing, or return the new value (has_aux=True)",
-        )
-    )
+@contextlib.contextmanager
+def explained_writes() -> Iterator[None]:
+    """Turns autograd's refusal of a write into a parameter into a `CaptureError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not compat.is_leaf_write(error):
+            raise
+        raise CaptureError(
+            explain(
+                f"the loss writes into a parameter in place at {_line_of(error)}",
+                expected="a function without side effects",
+                do="clone before writing, or return the new value (has_aux=True)",
+            )
+        ) from error
+
+
+class OwnWeights(TorchFunctionMode):
+    """Refuses, in a backward pass, operators on a module's own weights.
+
+    What is differentiated are plain tensors, so only a recomputation can read a `Parameter` there:
+    of a module whose weights were other tensors in the forward pass.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, torch.nn.Parameter) for x in (*args, *(kwargs or {}).values())):
+            raise CaptureError(
+                explain(
+                    f"the backward pass reads a module's own weights at {line_of_stack()}",
+                    expected="the parameters that the loss was called with",
+                    got=getattr(func, "__name__", func),
+                    do=_OWN_WEIGHTS,
+                )
+            )
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
