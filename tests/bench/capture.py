@@ -1,6 +1,6 @@
 """How long a new signature takes (capture and passes), and a known one (lookup).
 
-    python tests/bench/capture.py [--layers 48]
+python tests/bench/capture.py [--layers 48]
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A case: one kind of tree, loss or batch that breaks other systems, and its right value.
 
 A case is written as a loss under a decorator. `perform` trains it on one rank of any mesh;
-`expected` trains it densely, by plain autograd in one process, in the order of sums that the library
-promises. What both saw must be equal: bit for bit where the data are integers, else within a bound.
+`expected` trains it densely, by plain autograd in one process, in the order of sums that the
+library promises. What both saw must be equal: bit for bit where the data are integers, else within
+a bound.
 """
 
 from __future__ import annotations
@@ -130,7 +131,9 @@ def perform(mesh: zfunc.Mesh, module: str, name: str, plan: Plan | None = None) 
     return Seen(value, gathered(grads), steps, f"{last.rung} {last.derivation}")
 
 
-def expected(this: Case, axes: Mapping[str, int]) -> tuple[Result, list[Result], list[list[Tensor]]]:
+def expected(
+    this: Case, axes: Mapping[str, int]
+) -> tuple[Result, list[Result], list[list[Tensor]]]:
     """Trains a case densely: the first gradient, and result and leaves of every step."""
     loss, world = this.dense or this.loss, math.prod(axes.values())
     oracle = Oracle(

@@ -99,8 +99,6 @@ def _some_dynamic(rank: int, step: int) -> Any:
     return {"x": ints(rank + step, 2, 4), "look": rank == 0}
 
 
-
-
 @case(mlp, rows, rung=DYNAMIC)
 def boolean_indexing(p: Any, b: Any) -> Tensor:
     h = b["x"] @ p["a"]

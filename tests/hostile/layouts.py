@@ -1,4 +1,4 @@
-"""Layouts and dtypes of tensors: views, strides, and every kind of number, in params and batches."""
+"""Layouts and dtypes of tensors: views, strides, every kind of number, in params and batches."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ def views_of_one_buffer(p: Any, b: Any) -> Tensor:
     return forward(p, b["x"]).square().sum()
 
 
-@case(lambda rank: {"a": ints(1, 3, 4).t(), "b": ints(2, 6)[::2], "c": ints(3, 4, 6).t()[::2]}, rows)
+@case(
+    lambda rank: {"a": ints(1, 3, 4).t(), "b": ints(2, 6)[::2], "c": ints(3, 4, 6).t()[::2]}, rows
+)
 def transposed_and_strided(p: Any, b: Any) -> Tensor:
     return forward(p, b["x"]).square().sum()
 
 
 def _images(rank: int, step: int) -> Any:
-    return ints(10 * step + rank, 1 + rank % 2, 2, 4, 4).contiguous(memory_format=torch.channels_last)
+    return ints(10 * step + rank, 1 + rank % 2, 2, 4, 4).contiguous(
+        memory_format=torch.channels_last
+    )
 
 
 def _kernels(rank: int) -> Any:
@@ -89,7 +93,7 @@ def _mixed(rank: int) -> Any:
 @case(_mixed, rows)
 def mixed_dtypes_and_complex_leaves(p: Any, b: Any) -> Tensor:
     total = b["x"].sum() * (p["long"] + p["u8"]).sum()
-    for name, leaf in p.items():
+    for leaf in p.values():
         if leaf.is_complex():
             total = total + (leaf * leaf.conj()).real.sum().double() + leaf.imag.sum()
         elif leaf.is_floating_point():

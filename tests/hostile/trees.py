@@ -97,7 +97,9 @@ tree.register_node(
 )
 
 
-@case(lambda rank: [Layer(ints(1, 4, 4), ints(2, 4)), Layer(ints(3, 4, 4), ints(4, 4), "last")], rows)
+@case(
+    lambda rank: [Layer(ints(1, 4, 4), ints(2, 4)), Layer(ints(3, 4, 4), ints(4, 4), "last")], rows
+)
 def registered_dataclass(p: Any, b: Any) -> Tensor:
     h = b["x"]
     for layer in p:
