@@ -248,7 +248,7 @@ runs = st.builds(
     Run,
     axes=st.sampled_from(
         [{"shard": 2}] * 5
-        + [{"shard": 1}, {"shard": 3}]
+        + [{"shard": 1}, {"shard": 3}, {"replica": 1, "shard": 2}]
         + [{"replica": 2, "shard": 2}, {"shard": 2, "replica": 2}]
     ),
     specs=st.sampled_from(SPECS),

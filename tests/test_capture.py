@@ -294,6 +294,7 @@ def test_a_signature_is_equal_exactly_when_a_trace_may_be_reused() -> None:
         (x, torch.zeros(2, 3)),
         ({"a": x, "b": 1}, {"b": 1, "a": x + 1}),
         ([x, None, "s"], [x, None, "s"]),
+        ({"x": x, "f": float("nan")}, {"x": x, "f": float("nan")}),
     ]
     other = [
         (x, torch.ones(3, 2)),
@@ -301,6 +302,8 @@ def test_a_signature_is_equal_exactly_when_a_trace_may_be_reused() -> None:
         (x, torch.ones(3, 2).t()),
         ({"a": x, "b": 1}, {"a": x, "b": 1.0}),
         ({"a": x, "b": 1}, {"a": x, "b": True}),
+        ({"a": x, "b": 0.0}, {"a": x, "b": -0.0}),
+        ({"a": x, "b": 1j}, {"a": x, "b": 1}),
         ({"a": x}, {"b": x}),
         ([x], (x,)),
         (x, None),

@@ -212,10 +212,12 @@ def test_static_leaves_of_parameters_are_part_of_the_signature() -> None:
     def run(mesh: zfunc.Mesh) -> None:
         forward, step = zfunc.infer(apply_fn, mesh), zfunc.shard(loss_fn, mesh)
         batch = inputs(0), torch.ones(5, 3).double()
-        for scale in (2.0, 3.0, numpy.float32(2), numpy.float32(4), 1, True):
+        for scale in (2.0, 3.0, numpy.float32(2), numpy.float32(4), 1, True, 0.0, -0.0):
             pieces = sharded(mesh) | {"scale": scale}
             whole = params() | {"scale": scale}
-            assert torch.equal(forward(pieces, batch[0]), apply_fn(whole, batch[0]))
+            out = forward(pieces, batch[0])
+            assert torch.equal(out, apply_fn(whole, batch[0]))
+            assert torch.equal(out.signbit(), apply_fn(whole, batch[0]).signbit())
             assert float(step.value_and_grad(pieces, batch)[0]) == float(loss_fn(whole, batch))
 
     ranks(2, run)

@@ -149,7 +149,7 @@ def _fact(leaf: Any) -> Any:
         hash(leaf)
     except TypeError:
         return type(leaf)  # `ParamTable.of` refuses it by its path
-    return type(leaf), leaf
+    return Static(type(leaf), leaf)
 
 
 def trains(dtype: torch.dtype) -> bool:

@@ -48,12 +48,25 @@ class Input:
     device: torch.device
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Static:
-    """Anything that is not a tensor: part of the signature by type and value."""
+    """Anything that is not a tensor: part of the signature by type and value.
+
+    Numbers are compared as they are spelled: -0.0 is not 0.0, and NaN is NaN.
+    """
 
     kind: type
     value: Any
+
+    def _identity(self) -> tuple[type, Any]:
+        number = isinstance(self.value, float | complex)
+        return self.kind, repr(self.value) if number else self.value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
 
 
 Slot = LeafSlot | ArgLeaf | Input | Static
