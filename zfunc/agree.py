@@ -19,6 +19,7 @@ from zfunc.errors import LayoutError, ProgramMismatchError, RankLostError, Remot
 from zfunc.meshes import Mesh
 
 __all__ = [
+    "Agreement",
     "Proposal",
     "agree",
     "check_real",
@@ -44,11 +45,31 @@ class Proposal:
         context: 16 bytes, of everything else that must be equal.
         about: gives what the context is made of, one fact a line, for the message if contexts
             differ.
+        pattern: 16 bytes, of all that decides what it does if ranks must be united.
     """
 
     digest: bytes
     context: bytes
     about: Callable[[], str]
+    pattern: bytes = bytes(16)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks are about to do, known to each; hashable.
+
+    Attributes:
+        digests: of every rank's sequence of collectives.
+        patterns: of every rank, see `Proposal`.
+    """
+
+    digests: tuple[bytes, ...]
+    patterns: tuple[bytes, ...]
+
+    @property
+    def alike(self) -> bool:
+        """Whether all ranks communicate alike, so that each may run its own program."""
+        return len(set(self.digests)) == 1
 
 
 def hash_of(*parts: object) -> bytes:
@@ -101,7 +122,7 @@ def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
         raise
 
 
-def agree(mesh: Mesh, own: Proposal, what: str) -> tuple[bytes, ...]:
+def agree(mesh: Mesh, own: Proposal, what: str) -> Agreement:
     """Exchanges proposals.
 
     Args:
@@ -110,7 +131,7 @@ def agree(mesh: Mesh, own: Proposal, what: str) -> tuple[bytes, ...]:
         what: the call, for messages.
 
     Returns:
-        The digest of every rank's program; ranks may run only when they are equal.
+        What every rank proposed; ranks may run only when it is alike.
 
     Raises:
         RemoteRankError: another rank failed.
@@ -118,15 +139,15 @@ def agree(mesh: Mesh, own: Proposal, what: str) -> tuple[bytes, ...]:
         RankLostError: a rank did not answer in time.
     """
     if mesh.comm is None:
-        return (own.digest,)
-    frames = mesh.comm.exchange(_OK + own.digest + own.context)
+        return Agreement((own.digest,), (own.pattern,))
+    frames = mesh.comm.exchange(_OK + own.digest + own.context + own.pattern)
     failed = [rank for rank, frame in enumerate(frames) if frame[:1] == _FAILED]
     if failed:
         messages = _exchange_messages(mesh, None, what)
         raise_failures(failed, messages, what)
-    if any(frame[17:] != own.context for frame in frames):
+    if any(frame[17:33] != own.context for frame in frames):
         _raise_difference(mesh, own.about(), f"{what}: ranks were called with different settings")
-    return tuple(frame[1:17] for frame in frames)
+    return Agreement(tuple(frame[1:17] for frame in frames), tuple(frame[33:] for frame in frames))
 
 
 def raise_failures(failed: list[int], messages: list[str], what: str) -> NoReturn:

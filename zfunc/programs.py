@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zfunc import tree
-from zfunc.capture import Argument, Input, Traced, to_program, trace_forward, trace_loss
+from zfunc.capture import Argument, Traced, difference, to_program, trace_forward, trace_loss
 from zfunc.capture.graph import capture, leaf_of
 from zfunc.errors import BudgetError, CaptureError, LayoutError, explain
 from zfunc.execute import Executor, Outcome
@@ -29,12 +29,14 @@ from zfunc.params import ParamTable, checksum
 from zfunc.passes import build
 from zfunc.passes.remat import draws
 from zfunc.passes.whole import call_program, whole_program
-from zfunc.program.digest import digest
-from zfunc.program.ir import Program
+from zfunc.program.digest import digest, pattern
+from zfunc.program.ir import Collective, Program
 
 __all__ = ["Capture", "Compiled", "Prefetch", "Programs", "takes_key"]
 
 _LOG = logging.getLogger("zfunc")
+# The same on every rank, whatever its options: ranks must forget what they agreed on alike.
+_MAX_AGREED = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class Capture:
         rung: "traced", "dynamic", or "auto": traced, and dynamic where that is refused.
         check_every: trace again at every so many calls of a signature and compare; 0 never.
         max_signatures: how many programs are kept.
-        max_shape_misses: after so many signatures of one parameter tree, "auto" goes dynamic.
+        max_shape_misses: after so many signatures of one parameter tree "auto" goes dynamic, if
+            the function has no collectives of its own and all that it needs whole fits.
 
     Example:
         >>> Capture("traced", check_every=100).check_every
@@ -87,6 +90,7 @@ class Compiled:
         micros: per micro-batch, the program as captured.
         traced: per micro-batch, what the outputs mean; empty on the dynamic rung.
         digest: of its sequence of collectives.
+        pattern: of the micro-batches, see `zfunc.program.digest.pattern`.
         draws: whether some op draws from the global generator.
         seconds: what capture and passes took.
     """
@@ -96,6 +100,7 @@ class Compiled:
     micros: tuple[Program, ...]
     traced: tuple[Traced, ...]
     digest: bytes
+    pattern: bytes
     draws: bool
     seconds: float
 
@@ -154,12 +159,12 @@ class Programs:
         self.takes_key = takes_key(function)
         self.hits = 0
         self.misses = 0
-        self.agreed = Bounded[Hashable, Any](self.capture.max_signatures)
+        self.agreed = Bounded[Hashable, Any](_MAX_AGREED)
         self.resolved = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._known = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._captured = Bounded[Hashable, tuple[Traced, Program]](self.capture.max_signatures)
         self._checked = Bounded[Hashable, int](self.capture.max_signatures)
-        self._calls: dict[ParamTable, int] = {}
+        self._calls: dict[ParamTable, tuple[int, tuple[Argument, ...]]] = {}
         self._dynamic: set[ParamTable] = set()
 
     def loss(
@@ -291,28 +296,31 @@ class Programs:
         drawing = not traced or any(draws(op) for op in program.ops)
         seconds = time.perf_counter() - start
         executor = Executor(program, self.mesh)
-        return Compiled(program, executor, micros, traced, digest(program), drawing, seconds)
+        hashes = digest(program), pattern(micros)
+        return Compiled(program, executor, micros, traced, *hashes, drawing, seconds)
 
     def _count_shapes(
         self, table: ParamTable, batches: tuple[Argument, ...], kind: tuple[str, bool]
     ) -> None:
-        """Sends a function to the dynamic rung whose shapes never end, if that fits."""
-        self._calls[table] = self._calls.get(table, 0) + 1
-        if self.capture.rung != "auto" or self._calls[table] <= self.capture.max_shape_misses:
+        """Sends a function to the dynamic rung whose shapes never end, if it can run there."""
+        count, before = self._calls.get(table, (0, batches))
+        self._calls[table] = count + 1, batches
+        if self.capture.rung != "auto" or count != self.capture.max_shape_misses:
             return
-        try:
-            self._call(table, len(batches), kind[1], kind[0] == "loss")
-        except BudgetError:
-            return
-        raise CaptureError(
-            explain(
-                f"{self.name} was called with {self._calls[table]} different signatures",
-                expected=f"at most {self.capture.max_shape_misses}",
-                got=f"the newest is {_shapes(batches)}",
-                do="pad to a few lengths (length buckets), or raise Capture(max_shape_misses=)",
-            ),
-            runs_dynamic=True,
+        advice = explain(
+            f"{self.name} was called with {count + 1} different signatures",
+            expected=f"at most {count}",
+            got=difference(before, batches),
+            do="pad to a few lengths (length buckets), or raise Capture(max_shape_misses=)",
         )
+        try:
+            if any(_communicates(micro) for known in self.compiled for micro in known.micros):
+                raise CaptureError("it has collectives of its own")
+            self._call(table, len(batches), kind[1], kind[0] == "loss")
+        except (BudgetError, CaptureError) as obstacle:
+            _LOG.warning("%s\n  goes on being captured: dynamic, %s", advice, obstacle)
+            return
+        raise CaptureError(advice, runs_dynamic=True)
 
     def _check_in_turn(
         self,
@@ -334,7 +342,9 @@ class Programs:
         for batch, old, micro in zip(batches, found.traced, found.micros, strict=True):
             new = trace(batch)
             again = to_program(new, self.name)
-            same = again.ops == micro.ops and again.values == micro.values
+            # As text NaN is like NaN.
+            same = again.ops == micro.ops or repr(again.ops) == repr(micro.ops)
+            same = same and again.values == micro.values
             same = same and _sums(again.constants) == _sums(micro.constants)
             if not same or new.statics != old.statics:
                 raise CaptureError(
@@ -421,10 +431,10 @@ def _sums(constants: Mapping[int, torch.Tensor]) -> dict[int, int]:
     return {value: checksum(tensor) for value, tensor in constants.items()}
 
 
-def _shapes(batches: Sequence[Argument]) -> str:
-    """The shapes of a signature, for a message."""
-    shapes = [list(s.spec.shape) for b in batches for s in b.slots if isinstance(s, Input)]
-    return ", ".join(map(str, shapes[:6]))
+def _communicates(micro: Program) -> bool:
+    """Whether a function has collectives of its own, which the dynamic rung refuses."""
+    asks = any(isinstance(op, Collective) for op in micro.ops)
+    return asks or not all(leaf.is_param for leaf in micro.leaves)
 
 
 def takes_key(function: Callable[..., Any]) -> bool:

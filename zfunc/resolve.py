@@ -2,8 +2,8 @@
 
 What every rank states is exchanged, so all come to the same conclusion: the union of their
 programs if it is not much longer than the longest and fits every budget, else the program that
-gathers all leaves first, else one error everywhere. A resolution is remembered by the digests of
-all ranks, so a pattern that returns costs a lookup.
+gathers all leaves first, else one error everywhere. A resolution is remembered by what all ranks
+proposed, so a pattern that returns costs a lookup.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zfunc.agree import exchange_facts
+from zfunc.agree import Agreement, exchange_facts
 from zfunc.errors import BudgetError, ProgramMismatchError, explain
 from zfunc.passes import stages
 from zfunc.passes.buckets import first_uses
@@ -45,14 +45,15 @@ class _Resolution:
 
 
 def resolve(
-    programs: Programs, own: Compiled, digests: tuple[bytes, ...], what: str, *, update: bool
+    programs: Programs, own: Compiled, proposed: Agreement, facts: str, what: str, *, update: bool
 ) -> Compiled:
     """Finds the program that this rank runs when ranks captured different ones.
 
     Args:
         programs: the cache of the function.
         own: what this rank captured.
-        digests: of every rank's program.
+        proposed: what every rank captured.
+        facts: a hash of the parameters, equal on all ranks.
         what: the call, for messages.
         update: whether an optimizer update follows.
 
@@ -64,11 +65,12 @@ def resolve(
         ProgramMismatchError: the functions' own collectives differ.
         RemoteRankError: another rank failed.
     """
-    # All ranks look up the same digests in the same order, so they forget, and negotiate, alike.
-    agreed: _Resolution | None = programs.agreed.get(digests)
+    # All ranks look up the same keys in the same order, so they forget, and negotiate, alike.
+    key = (facts, proposed, update)
+    agreed: _Resolution | None = programs.agreed.get(key)
     if agreed is None:
         agreed = _negotiate(programs, own, what, update)
-        programs.agreed.put(digests, agreed)
+        programs.agreed.put(key, agreed)
     known: Compiled | None = programs.resolved.get((own, agreed))
     if known is not None:
         return known

@@ -143,10 +143,12 @@ class Forward:
                 compiled.digest,
                 hash_of(what, table.facts_hash),
                 lambda: f"{what}\n{table.facts}",
+                compiled.pattern,
             )
-        digests = agree(mesh, proposal, what)
-        if len(set(digests)) > 1:
-            compiled = resolve(self._programs, compiled, digests, what, update=False)
+        proposed = agree(mesh, proposal, what)
+        if not proposed.alike:
+            facts = table.facts_hash
+            compiled = resolve(self._programs, compiled, proposed, facts, what, update=False)
         outcome = compiled.executor.run(inputs)
         if outcome.verdict is not None and outcome.verdict.failed_ranks:
             messages = exchange_failures(mesh, outcome.error, what)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zfunc import optim, tree
 from zfunc.agree import (
+    Agreement,
     Proposal,
     agree,
     check_real,
@@ -300,16 +301,18 @@ def _proposal(training: Training, ready: Prepared, context: tuple[Any, ...]) -> 
         ready.compiled.digest,
         hash_of(facts),
         lambda: "\n".join([*(f"{k}: {spelled(v)}" for k, v in facts.items()), ready.table.facts]),
+        ready.compiled.pattern,
     )
 
 
 def _resolved(
-    training: Training, ready: Prepared, digests: tuple[bytes, ...], what: str, *, update: bool
+    training: Training, ready: Prepared, proposed: Agreement, what: str, *, update: bool
 ) -> Prepared:
     """The same call, under a program that goes with those of the other ranks."""
-    if len(set(digests)) == 1:
+    if proposed.alike:
         return ready
-    compiled = resolve(training.programs, ready.compiled, digests, what, update=update)
+    facts = ready.table.facts_hash
+    compiled = resolve(training.programs, ready.compiled, proposed, facts, what, update=update)
     return dataclasses.replace(ready, compiled=compiled)
 
 

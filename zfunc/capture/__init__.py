@@ -5,7 +5,7 @@
 """
 
 from zfunc.capture.graph import to_program
-from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static, describe
+from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static, describe, difference
 from zfunc.capture.trace import Traced, lookup_full, trace_forward, trace_loss
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Static",
     "Traced",
     "describe",
+    "difference",
     "lookup_full",
     "to_program",
     "trace_forward",

@@ -7,6 +7,7 @@ on. The tuple of arguments is the signature that keys the capture cache.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,17 @@ from zfunc.errors import LayoutError, explain
 from zfunc.layout import LeafLayouts, ShapeDtype
 from zfunc.sharded import Sharded, is_sharded
 
-__all__ = ["ArgLeaf", "Argument", "Input", "LeafSlot", "Slot", "Static", "describe", "is_like"]
+__all__ = [
+    "ArgLeaf",
+    "Argument",
+    "Input",
+    "LeafSlot",
+    "Slot",
+    "Static",
+    "describe",
+    "difference",
+    "is_like",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +89,22 @@ class Argument:
 
     structure: Any
     slots: tuple[Slot, ...]
+
+
+def difference(old: Sequence[Argument], new: Sequence[Argument]) -> str:
+    """The first leaf in which two signatures differ, for a message."""
+    for one, other in zip(old, new, strict=False):
+        if one.structure != other.structure:
+            return "a batch of another structure"
+        paths = one.structure.accessors()
+        for path, a, b in zip(paths, one.slots, other.slots, strict=True):
+            if a != b:
+                return f"{path.codify('batch')}: {_said(a)}, then {_said(b)}"
+    return "another number of micro-batches, or other modes of torch"
+
+
+def _said(slot: Slot) -> str:
+    return repr(slot.value) if isinstance(slot, Static) else str(list(slot.spec.shape))
 
 
 def is_like(leaf: Any) -> bool:

@@ -9,11 +9,23 @@ business.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from zfunc.layout import ShapeDtype
-from zfunc.program.ir import Collective, Gather, Op, Program, Reduce, Status, Update
+from zfunc.program.ir import (
+    Collective,
+    Compute,
+    Gather,
+    Op,
+    Program,
+    Reduce,
+    Status,
+    Update,
+    reads,
+    writes,
+)
 
-__all__ = ["collective_lines", "digest", "spec_text"]
+__all__ = ["collective_lines", "digest", "pattern", "spec_text"]
 
 
 def digest(program: Program) -> bytes:
@@ -27,6 +39,42 @@ def digest(program: Program) -> bytes:
     """
     lines = "\n".join(collective_lines(program))
     return hashlib.blake2b(lines.encode(), digest_size=16).digest()
+
+
+def pattern(micros: Sequence[Program]) -> bytes:
+    """Hashes what the passes read of captured micro-batches, so that equal ones plan alike.
+
+    Shapes that depend on the batch are left out: variable lengths have one pattern. Those of
+    gradients and of values that depend on leaves alone count, as they do against budgets.
+
+    Args:
+        micros: one captured program per micro-batch.
+
+    Returns:
+        16 bytes; under the same agreed buckets and budgets, programs of one pattern have the same
+        sequence of collectives.
+    """
+    lines: list[object] = []
+    for micro in micros:
+        counted = {leaf.full for leaf in micro.leaves} | set(micro.constants)
+        for op in micro.ops:
+            if all(value in counted for value in reads(op)):
+                counted.update(writes(op))
+            if isinstance(op, Compute):
+                what = (str(op.target), op.outs, op.packed, op.phase, op.regions)
+            else:
+                what = (type(op).__name__, writes(op), getattr(op, "axis", ""))
+            lines.append((what, reads(op)))
+        for grad in micro.micros[0].grads:
+            counted.update(() if grad is None else (grad,))
+        lines += [
+            (v.owner, v.role, v.nbytes if i in counted else -1) for i, v in enumerate(micro.values)
+        ]
+        lines += [
+            (leaf.path, spec_text(leaf.spec), leaf.layouts.params.spec) for leaf in micro.leaves
+        ]
+        lines.append(micro.micros[0])
+    return hashlib.blake2b(repr(lines).encode(), digest_size=16).digest()
 
 
 def collective_lines(program: Program) -> list[str]:
