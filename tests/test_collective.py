@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
-from tests.harness import examples, integers, ranks
+from tests.harness import assert_equal, examples, integers, ranks
 from tests.oracle import Oracle, Sgd, sum_over_ranks
-from zfunc import optim
+from zfunc import optim, tree
 
 HSDP = {"replica": 2, "shard": 2}
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool]
@@ -193,20 +193,25 @@ def normalised_loss(mesh: zfunc.Mesh, p: Tensor, batch: Tensor) -> Tensor:
     return (shared * batch).sum() + (out * out).sum()
 
 
-def dense_normalised(p: Tensor, batches: list[Tensor]) -> Tensor:
+def dense_normalised(p: Tensor, batches: list[Tensor], group: int) -> Tensor:
+    """The sum of all losses; every `group` ranks in a row share."""
     outs = [torch.relu(p * batch) for batch in batches]
-    shared = sum_over_ranks(outs, [len(batches)])
-    losses = [(shared * b).sum() + (o * o).sum() for b, o in zip(batches, outs, strict=True)]
+    starts = range(0, len(outs), group)
+    sums = [sum_over_ranks(outs[start : start + group], [group]) for start in starts]
+    losses = [
+        (sums[rank // group] * batch).sum() + (outs[rank] * outs[rank]).sum()
+        for rank, batch in enumerate(batches)
+    ]
     return functools.reduce(torch.add, losses)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"shard": 3}, HSDP], ids=str)
 @pytest.mark.parametrize("remat", [None, zfunc.policies.nothing], ids=["kept", "remat"])
-def test_collectives_in_a_loss_transpose_exactly(world: int, remat: Any) -> None:
-    start = drawn((5,), 50)
+def test_collectives_in_a_loss_transpose_exactly(axes: Any, remat: Any) -> None:
+    world, start = math.prod(axes.values()), drawn((5,), 50)
     batches = [drawn((5,), rank) for rank in range(world)]
     p = start.clone().requires_grad_()
-    total = dense_normalised(p, batches)
+    total = dense_normalised(p, batches, axes["shard"])
     (grad,) = torch.autograd.grad(total, p)
     expected, loss = grad / world, float(total.detach()) / world
 
@@ -216,7 +221,7 @@ def test_collectives_in_a_loss_transpose_exactly(world: int, remat: Any) -> None
         value, grads = step.value_and_grad(state.params, batches[mesh.rank])
         return value, zfunc.gather(grads)
 
-    for value, grads in ranks(world, run):
+    for value, grads in ranks(axes, run):
         assert float(value) == loss
         assert torch.equal(grads, expected)
 
@@ -250,6 +255,55 @@ def test_a_sharded_teacher_in_the_batch(spec: Any) -> None:
         assert same
         assert loss == expected.loss
         assert torch.equal(after, oracle.params["w"])
+
+
+def test_sharded_arguments_of_every_micro_batch() -> None:
+    teachers = [{"w": drawn((3, 5), micro)} for micro in range(2)]
+    student = {"w": drawn((3, 5), 7)}
+    data = [[(teachers[micro], drawn((4, 3), rank)) for micro in range(2)] for rank in range(2)]
+
+    def dense(params: Any, batch: Any) -> Tensor:
+        teacher, x = batch
+        return ((x @ params["w"] - x @ teacher["w"]) ** 2).sum()
+
+    oracle = Oracle(dense, student, Sgd(2.0**-8), axes={"shard": 2})
+    oracle.step(data)
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return dense(params, (zfunc.gather(batch[0]), batch[1]))
+
+    def run(mesh: zfunc.Mesh) -> Tensor:
+        step = zfunc.shard(loss_fn, mesh, accum=2)
+        pieces = [zfunc.scatter(teacher, mesh, zfunc.Flat()) for teacher in teachers]
+        batch = [(piece, x) for piece, (_, x) in zip(pieces, data[mesh.rank], strict=True)]
+        state, _ = step(step.init(student, optim.sgd(2.0**-8)), batch)
+        return zfunc.gather(state.params)["w"]
+
+    for after in ranks(2, run):
+        assert torch.equal(after, oracle.params["w"])
+
+
+def test_an_average_of_parameters_is_made_on_pieces() -> None:
+    """An EMA needs no communication, and trains as a teacher of the next step."""
+
+    def loss_fn(params: Any, batch: Any) -> Tensor:
+        return ((params["w"] - zfunc.gather(batch)["w"]) ** 2).sum() + params["w"].sum()
+
+    def run(mesh: zfunc.Mesh) -> tuple[Tensor, Tensor]:
+        step = zfunc.shard(loss_fn, mesh)
+        state = step.init({"w": torch.arange(5.0)}, optim.sgd(0.25))
+        average = tree.map(torch.clone, state.params)
+        for _ in range(3):
+            state, _ = step(state, average)
+            average = tree.map(lambda a, p: 0.5 * a + 0.5 * p, average, state.params)
+        return zfunc.gather(state.params)["w"], zfunc.gather(average)["w"]
+
+    w, average = torch.arange(5.0), torch.arange(5.0)
+    for _ in range(3):
+        w = w - 0.25 * (2 * (w - average) + 1)
+        average = 0.5 * average + 0.5 * w
+    for got in ranks(3, run):
+        assert_equal(got, [w, average])
 
 
 def test_the_parameters_themselves_as_an_argument() -> None:
