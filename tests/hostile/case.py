@@ -54,7 +54,7 @@ class Case:
     params: Callable[[int], Any]
     batch: Callable[[int, int], Any]
     dense: Callable[..., Any] | None = None
-    before: Callable[[Any], None] | None = None
+    before: Callable[[Any], None] = lambda batch: None
     keys: Callable[[int, int, int], Tensor] | None = None
     rung: str = "traced vjp"
     worlds: tuple[int, ...] = (1, 2, 3, 4)
@@ -82,13 +82,13 @@ class Seen:
     """What one rank saw.
 
     Attributes:
-        value: the loss before the first step.
-        grads: its whole gradients, in canonical order.
+        value: the loss before the first step, if that was asked for.
+        grads: its whole gradients, in canonical order, likewise.
         steps: per step its loss, norm, whether it was skipped, aux, and the leaves after it.
         rung: rung and derivation of the program used last.
     """
 
-    value: Tensor
+    value: Tensor | None
     grads: list[Tensor]
     steps: list[tuple[Tensor, float, bool, Any, list[Tensor]]]
     rung: str
@@ -107,28 +107,31 @@ def cases_of(module: ModuleType) -> dict[str, Case]:
 
 
 def perform(mesh: zfunc.Mesh, module: str, name: str, plan: Plan | None = None) -> Seen:
-    """Trains a case on one rank."""
+    """Trains a case on one rank; on two ranks it also looks at gradients and traces again."""
     this: Case = getattr(importlib.import_module(module), name)
-    capture = zfunc.Capture("auto", check_every=1)
+    thorough = mesh.size == 2
+    capture = zfunc.Capture("auto", check_every=int(thorough))
     step = zfunc.shard(this.loss, mesh, **({"capture": capture} | dict(this.options)))
     if plan is not None:
         step = planned(step, plan)
     key = None if this.keys is None else zfunc.random.key(0)
     state = step.init(this.params(mesh.rank), this.tx[0], key=key)
-    before = this.before or (lambda batch: None)
-    batches = [this.batch(mesh.rank, number) for number in range(this.steps)]
-    before(batches[0])
-    value, grads = step.value_and_grad(state.params, batches[0], key=state.key)
-    if this.has_aux:
-        value, _ = value
-    steps = []
-    for batch in batches:
-        before(batch)
+    seen = Seen(None, [], [], "")
+    if thorough:
+        batch = this.batch(mesh.rank, 0)
+        this.before(batch)
+        value, grads = step.value_and_grad(state.params, batch, key=state.key)
+        seen.value = value[0] if this.has_aux else value
+        seen.grads = gathered(grads)
+    for number in range(this.steps):
+        batch = this.batch(mesh.rank, number)
+        this.before(batch)
         state, m = step(state, batch)
         numbers = m["loss"], float(m["grad_norm_clipped"]), bool(m["skipped"])
-        steps.append((*numbers, m.get("aux"), gathered(state.params)))
+        seen.steps.append((*numbers, m.get("aux"), gathered(state.params)))
     last = step.explain().signatures[-1]
-    return Seen(value, gathered(grads), steps, f"{last.rung} {last.derivation}")
+    seen.rung = f"{last.rung} {last.derivation}"
+    return seen
 
 
 def expected(
@@ -145,17 +148,18 @@ def expected(
         has_aux=this.has_aux,
         **this.oracle,
     )
-    first, results, leaves = None, [], []
+    first = oracle.value_and_grad(_batches(this, world, 0), _keys(this, world, 0))
+    results, leaves = [], []
     for step in range(this.steps):
-        rows = [this.batch(rank, step) for rank in range(world)]
-        rows = [row if this.accum > 1 else [row] for row in rows]
-        keys = _keys(this, world, step)
-        if first is None:
-            first = oracle.value_and_grad(rows, keys)
-        results.append(oracle.step(rows, keys))
+        results.append(oracle.step(_batches(this, world, step), _keys(this, world, step)))
         leaves.append(oracle.tensors)
-    assert first is not None
     return first, results, leaves
+
+
+def _batches(this: Case, world: int, step: int) -> list[list[Any]]:
+    """`[rank][micro]`, made anew: some have a history of their own."""
+    rows = [this.batch(rank, step) for rank in range(world)]
+    return [row if this.accum > 1 else [row] for row in rows]
 
 
 def _keys(this: Case, world: int, step: int) -> list[list[Tensor]] | None:
@@ -169,7 +173,7 @@ def compare(this: Case, seen: list[Seen], axes: Mapping[str, int]) -> None:
     first, results, leaves = expected(this, axes)
     for rank, one in enumerate(seen):
         assert one.rung == this.rung
-        if not first.skipped:
+        if one.value is not None and not first.skipped:
             _close(one.value, first.loss, this.tol)
             assert_equal(one.grads, [g for g in first.grads if g is not None], this.tol)
         for got, result, after in zip(one.steps, results, leaves, strict=True):

@@ -6,14 +6,17 @@ import pytest
 
 from tests.harness import checked, ranks, tight
 from tests.hostile import (
+    autograd,
+    batches,
     control,
     layouts,
+    randomness,
     trees,
 )
 from tests.hostile.case import Case, cases_of, compare, perform
 from tests.ranks import run_ranks
 
-MODULES = (trees, layouts, control)
+MODULES = (trees, layouts, control, autograd, randomness, batches)
 CASES = [
     pytest.param(module.__name__, name, this, id=f"{module.__name__.split('.')[-1]}.{name}")
     for module in MODULES
