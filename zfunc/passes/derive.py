@@ -38,7 +38,8 @@ class _Derivation:
     def __init__(self, program: Program):
         self.program = program
         self.values = list(program.values)
-        self.pure = {leaf.full for leaf in program.leaves}
+        self.leaves = frozenset(leaf.full for leaf in program.leaves)
+        self.pure = set(self.leaves)
         self.neutral: dict[int, Compute] = {}
         self.derived: dict[int, Compute] = {}
         self.same: dict[int, int] = {}
@@ -78,7 +79,7 @@ class _Derivation:
         for micro in self.program.micros:
             ends = (micro.loss, micro.weight, *micro.grads, *micro.aux)
             fixed.update(owner[value] for value in ends if value is not None)
-        return fixed - {leaf.full for leaf in self.program.leaves}
+        return fixed - self.leaves
 
     def _renamed(self, op: Compute) -> Compute:
         if not any(value in self.same for value in reads(op)):
@@ -95,17 +96,22 @@ class _Derivation:
             self.values[value].owner in self.fixed for value in writes(op)
         )
 
+    def _is_free(self, value: int) -> bool:
+        """Whether a value depends on nothing but Python values."""
+        return value in self.neutral or value in self.program.constants
+
     def _is_neutral(self, op: Compute) -> bool:
         """Depends on nothing but Python values."""
-        known = self.neutral.keys() | self.program.constants.keys()
-        return not self._is_fixed(op) and all(value in known for value in reads(op))
+        return not self._is_fixed(op) and all(map(self._is_free, reads(op)))
 
     def _is_pure(self, op: Compute) -> bool:
         """Depends on at least one leaf, and on nothing but leaves and Python values."""
-        sources = set(reads(op))
-        free = self.neutral.keys() | self.program.constants.keys()
-        return (
-            not self._is_fixed(op) and bool(sources & self.pure) and sources <= (self.pure | free)
+        if self._is_fixed(op):
+            return False
+        sources = reads(op)
+        pure = [value in self.pure for value in sources]
+        return any(pure) and all(
+            known or self._is_free(value) for known, value in zip(pure, sources, strict=True)
         )
 
     def _is_small(self, op: Compute) -> bool:
@@ -116,14 +122,15 @@ class _Derivation:
         made = [self.values[value] for value in writes(op)]
         bases = {value.owner for value in made} - set(writes(op))
         if bases:
-            leaves = {leaf.full for leaf in self.program.leaves}
-            return not {self.same.get(b, b) for b in bases} <= (self.derived.keys() | leaves)
+            return not all(self._is_recipe(self.same.get(base, base)) for base in bases)
         read = max(self.values[value].spec.nbytes for value in reads(op))
         nbytes = sum(value.nbytes for value in made)
-        recipes = self.derived.keys() | {leaf.full for leaf in self.program.leaves}
-        if recipes.isdisjoint(reads(op)):
+        if not any(self._is_recipe(value) for value in reads(op)):
             return nbytes <= read
         return nbytes * _SMALL <= read
+
+    def _is_recipe(self, value: int) -> bool:
+        return value in self.derived or value in self.leaves
 
     def _take(self, op: Compute) -> None:
         """Makes an op a recipe, or finds that it is one already."""
