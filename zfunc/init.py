@@ -164,7 +164,7 @@ def _check_whole(params: Any) -> None:
     """Raises `LayoutError` for a leaf that is no whole tensor."""
     leaves = tree.leaves(params, is_leaf=is_sharded)
     for path, leaf in zip(tree.leaf_paths(params, is_leaf=is_sharded), leaves, strict=True):
-        if isinstance(leaf, Sharded | ShapeDtype):
+        if isinstance(leaf, Sharded | ShapeDtype) or (isinstance(leaf, Tensor) and leaf.is_meta):
             raise LayoutError(
                 explain(
                     f"{path} cannot be cut by init",

@@ -14,6 +14,7 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.agree import exchange_facts, hash_of
 from zfunc.capture import Argument, LeafSlot, Static
+from zfunc.capture.slots import refuse_hidden, unfit
 from zfunc.errors import LayoutError, TreeMismatchError, explain
 from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
 from zfunc.meshes import Mesh
@@ -222,10 +223,16 @@ def _slot(leaf: Any, path: str, row: LeafLayouts, trainable: bool) -> LeafSlot |
                     do="make a tensor of it, or register its class with zfunc.tree.register_node",
                 )
             ) from None
+        refuse_hidden(leaf, path)
         return Static(type(leaf), leaf)
-    if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+    problem = unfit(leaf) if isinstance(leaf, Tensor) else ""
+    if problem:
         raise LayoutError(
-            explain(f"{path} is a sparse tensor", expected="a strided tensor", do="use .to_dense()")
+            explain(
+                f"{path} is {problem}",
+                expected="a plain strided tensor",
+                do="use .to_dense(), .dequantize() or .full_tensor()",
+            )
         )
     dtype = leaf.dtype
     return LeafSlot(path, ShapeDtype(tuple(leaf.shape), dtype), row, trainable and trains(dtype))

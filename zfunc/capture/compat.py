@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    UnsupportedOperatorException,
     is_fake,
 )
 from torch.autograd.graph import _engine_run_backward
@@ -28,10 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DATA_DEPENDENT",
+    "UNSUPPORTED",
     "Lines",
     "annotate",
     "fake_mode",
     "gradients",
+    "has_derivative",
     "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
@@ -42,6 +45,7 @@ __all__ = [
 ]
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
+UNSUPPORTED = UnsupportedOperatorException
 
 _REFUSALS = (
     "don't yet support saved tensor hooks",
@@ -133,6 +137,13 @@ class Lines(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._found.update(dict.fromkeys(range(start, num_nodes()), self._line()))
         return out
+
+
+def has_derivative(op: Any) -> bool:
+    """Whether autograd has a rule for an operator; without one its gradient is zero."""
+    name = getattr(op, "name", str)()
+    keys = ("Autograd", "AutogradCPU", "AutogradCUDA", "CompositeImplicitAutograd")
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
 
 
 def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:

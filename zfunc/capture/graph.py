@@ -54,6 +54,7 @@ class _Builder:
     fakes: list[torch.Tensor] = dataclasses.field(default_factory=list)
     generators: dict[torch.fx.Node, torch.Generator] = dataclasses.field(default_factory=dict)
     at: str = ""
+    derives: bool = False
 
     def own(self, source: int, phase: str, *, dense: bool) -> int:
         """A value that an output may be: alias of no argument, and if `dense`, of nothing."""
@@ -121,7 +122,7 @@ def to_program(traced: Traced, name: str) -> Program:
     Raises:
         CaptureError: the function writes into its arguments, or needs a tensor's value in Python.
     """
-    build = _Builder(name)
+    build = _Builder(name, derives=any(traced.grads))
     leaves: list[Leaf] = []
     inputs: list[int] = []
     key: int | None = None
@@ -243,6 +244,8 @@ def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:
         for k, item in enumerate(fake if packed else [fake])
     )
     _check_call(build, node)
+    if build.derives and phase == "forward":
+        _check_derivative(build, node, outs)
     if packed:
         node.meta["zfunc_outs"] = outs
     elif outs[0] is not None:
@@ -303,6 +306,21 @@ def _check_call(build: _Builder, node: torch.fx.Node) -> None:
         for target in given if isinstance(given, list | tuple) else [given]:
             if isinstance(target, torch.fx.Node):
                 _check_write(build, target, node)
+
+
+def _check_derivative(build: _Builder, node: torch.fx.Node, outs: tuple[int | None, ...]) -> None:
+    """Refuses operators, not torch's own, that would cut the gradient without a word."""
+    floats = any(out is not None and build.fakes[out].is_floating_point() for out in outs)
+    known = getattr(node.target, "namespace", "aten") in ("aten", "prims", "zfunc")
+    if floats and not known and not compat.has_derivative(node.target):
+        raise CaptureError(
+            explain(
+                f"{node.target} has no derivative{build.at}",
+                expected="an operator that autograd has a rule for",
+                do="register one with torch.library.register_autograd",
+            ),
+            runs_dynamic=True,
+        )
 
 
 def _check_write(build: _Builder, target: torch.fx.Node, node: torch.fx.Node) -> None:

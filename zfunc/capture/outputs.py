@@ -35,6 +35,8 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
         if len(out) != 2:
             raise _bad_loss("a loss, or (sum, weight)", out)
         out, raw = out
+        if not hasattr(raw, "__float__"):
+            raise _bad_loss("(sum, weight) with a number as weight", (out, raw))
         weight = raw if isinstance(raw, Tensor) else torch.full((), float(raw), dtype=torch.float64)
         if weight.numel() != 1 or weight.is_complex():
             raise _bad_loss("a weight of one element", weight)
@@ -47,7 +49,7 @@ def split_loss(out: Any, has_aux: bool) -> tuple[Tensor, Tensor | None, Any]:
 def _bad_loss(expected: str, out: Any) -> CaptureError:
     got = f"{out.dtype} {list(out.shape)}" if isinstance(out, Tensor) else repr(type(out))
     if isinstance(out, tuple):
-        got = f"a tuple of {len(out)}"
+        got = f"a tuple of {', '.join(type(part).__name__ for part in out) or 'nothing'}"
     return CaptureError(
         explain(
             "the loss returned something else than a loss",

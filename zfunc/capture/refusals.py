@@ -58,6 +58,16 @@ def explained() -> Iterator[None]:
             ),
             runs_dynamic=True,
         ) from error
+    except compat.UNSUPPORTED as error:
+        raise CaptureError(
+            explain(
+                f"an operator has no shapes without data at {_line_of(error)}",
+                expected="operators that can be traced",
+                got=str(error),
+                do="register a fake kernel for it with torch.library.register_fake",
+            ),
+            runs_dynamic=True,
+        ) from error
     except AssertionError as error:
         if not compat.is_fake_refusal(error):
             raise

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zfunc import tree
+from zfunc.capture.compat import is_fake
 from zfunc.errors import LayoutError, explain
 from zfunc.layout import LeafLayouts, ShapeDtype
 from zfunc.sharded import Sharded, is_sharded
@@ -107,6 +108,27 @@ def _said(slot: Slot) -> str:
     return repr(slot.value) if isinstance(slot, Static) else str(list(slot.spec.shape))
 
 
+def unfit(leaf: torch.Tensor) -> str:
+    """Why a tensor cannot be an operand of a graph; empty if it can."""
+    dispatch = type(leaf).__torch_dispatch__
+    if leaf.layout != torch.strided:
+        return f"a {'sparse' if leaf.is_sparse else leaf.layout} tensor"
+    if leaf.is_quantized:
+        return f"a quantized tensor ({leaf.dtype})"
+    if dispatch is not torch.Tensor.__torch_dispatch__ and not is_fake(leaf):
+        return f"a {type(leaf).__name__}, which runs operators of its own"
+    return ""
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether a leaf that is no tensor has tensors inside."""
+    if isinstance(leaf, torch.nn.Module):
+        return any(True for _ in (*leaf.parameters(), *leaf.buffers()))
+    if not dataclasses.is_dataclass(leaf):
+        return False
+    return any(isinstance(getattr(leaf, f.name), torch.Tensor) for f in dataclasses.fields(leaf))
+
+
 def is_like(leaf: Any) -> bool:
     """Whether a leaf has a shape and dtype: a tensor, or a `ShapeDtype` in its place."""
     return isinstance(leaf, torch.Tensor | ShapeDtype)
@@ -133,9 +155,18 @@ def describe(
     slots: list[Slot] = []
     tensors: list[Any] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and static:
+            problem = unfit(leaf)
+            if problem:
+                raise LayoutError(
+                    explain(
+                        f"{_path(value, root, index)} is {problem}",
+                        expected="a plain strided tensor",
+                        do="pass the plain tensors that it is made of",
+                    )
+                )
             # A graph reads what is there: no autograd history, no lazy conjugate or sign.
-            leaf = leaf.detach().resolve_conj().resolve_neg()
+            leaf = leaf.detach().as_subclass(torch.Tensor).resolve_conj().resolve_neg()
         if isinstance(leaf, Sharded) or is_like(leaf):
             slots.append(_tensor_slot(value, root, index, leaf, device))
             tensors.append(leaf)
@@ -168,7 +199,8 @@ def _tensor_slot(
                 do=f"move it with .to({str(device)!r}) before the call",
             )
         )
-    return Input(spec, tuple(leaf.stride()), leaf.device)
+    stride = tuple(leaf.stride()) if leaf.layout == torch.strided else ()
+    return Input(spec, stride, leaf.device)
 
 
 def _static(value: Any, root: str, index: int, leaf: Any) -> Static:
@@ -183,7 +215,21 @@ def _static(value: Any, root: str, index: int, leaf: Any) -> Static:
                 do="make a tensor of it, such as torch.from_numpy(array)",
             )
         ) from None
+    refuse_hidden(leaf, _path(value, root, index) if holds_tensors(leaf) else "")
     return Static(type(leaf), leaf)
+
+
+def refuse_hidden(leaf: Any, path: str) -> None:
+    """Raises `LayoutError` for a leaf with tensors inside, which nobody would see."""
+    if holds_tensors(leaf):
+        raise LayoutError(
+            explain(
+                f"{path} is a {type(leaf).__name__}, which holds tensors and is no node of a tree",
+                expected="tensors, and containers that are registered",
+                got=type(leaf),
+                do="register its class with zfunc.tree.register_node, or pass a dict of tensors",
+            )
+        )
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
