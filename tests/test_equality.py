@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
@@ -117,6 +118,64 @@ def test_any_step_equals_the_dense_one(params: Any, recipe: Recipe, run: Run) ->
         for (metrics, after), (result, tensors) in zip(seen, expected, strict=True):
             check(metrics, result, rank, run)
             assert_equal(after, tensors)
+
+
+def own_loss(params: Any, batch: Any) -> Any:
+    """The recipe comes with the batch, so each rank and micro-batch may follow its own."""
+    return Recipe(batch["steps"], has_aux=True)(params, batch)
+
+
+def own_batches(run: Run, chosen: list[Recipe], step: int) -> list[list[Any]]:
+    return [
+        [
+            batch | {"steps": chosen[(rank + micro * (step + 1)) % len(chosen)].steps}
+            for micro, batch in enumerate(row)
+        ]
+        for rank, row in enumerate(batches(run, step))
+    ]
+
+
+def train_own(mesh: zfunc.Mesh, params: Any, run: Run, data: Any) -> Any:
+    """Two steps without a plan of the test's: ranks unite programs that differ."""
+    step = zfunc.shard(
+        own_loss,
+        mesh,
+        specs=run.specs,
+        trainable=trainable_tree(run, params),
+        remat=zfunc.policies.nothing if run.remat else None,
+        accum=len(run.rows),
+        has_aux=True,
+    )
+    state = step.init(params, optim.sgd(RATE))
+    seen = []
+    for rows in data:
+        batch = rows[mesh.rank] if len(run.rows) > 1 else rows[mesh.rank][0]
+        state, metrics = step(state, batch)
+        seen.append((metrics, gathered(state.params)))
+    return seen
+
+
+@examples(0.2)
+@given(trees(), st.lists(recipes, min_size=4, max_size=4), runs)
+def test_ranks_with_losses_of_their_own_equal_the_dense_run(
+    params: Any, chosen: list[Recipe], run: Run
+) -> None:
+    tensors = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+    data = [own_batches(run, chosen, step) for step in range(2)]
+    oracle = Oracle(
+        own_loss,
+        params,
+        Sgd(RATE),
+        axes=run.axes,
+        whole_grads=whole_grads(run.specs, params),
+        trainable=run.trainable(tensors),
+        has_aux=True,
+    )
+    expected = [(oracle.step(rows), oracle.tensors) for rows in data]
+    for rank, seen in enumerate(ranks(run.axes, train_own, params, run, data)):
+        for (metrics, after), (result, leaves) in zip(seen, expected, strict=True):
+            check(metrics, result, rank, run)
+            assert_equal(after, leaves)
 
 
 def mlp(params: Any, batch: Any) -> Tensor:
