@@ -220,7 +220,7 @@ def _modules(kind: type[Block]) -> nn.Module:
     return nn.Sequential(*(kind(4) for _ in range(2)))
 
 
-def _weights(rank: int) -> Any:
+def weights(rank: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = _modules(Plain).state_dict()
@@ -244,17 +244,17 @@ def _meta(kind: type[Block]) -> nn.Module:
 PLAIN, META, OWN = _meta(Plain), _meta(Block), _modules(Block)
 
 
-@case(_weights, rows, dense=_dense)
+@case(weights, rows, dense=_dense)
 def a_module_under_functional_call(p: Any, b: Any) -> Tensor:
     return _module_loss(PLAIN, p, b)
 
 
-def a_module_that_checkpoints_its_blocks(p: Any, b: Any) -> Tensor:
-    """Not a case: plain torch is silently wrong, and so it is refused; see `errors`."""
+def checkpointed_template(p: Any, b: Any) -> Tensor:
+    """Not a case: plain torch recomputes with other weights, silently; see `refusals`."""
     return _module_loss(META, p, b)
 
 
-def a_module_with_weights_that_checkpoints_its_blocks(p: Any, b: Any) -> Tensor:
+def checkpointed_module(p: Any, b: Any) -> Tensor:
     return _module_loss(OWN, p, b)
 
 
@@ -266,6 +266,6 @@ class Rematerialised(Block):
 REMAT = _meta(Rematerialised)
 
 
-@case(_weights, rows, dense=_dense)
+@case(weights, rows, dense=_dense)
 def a_module_that_rematerialises_its_blocks(p: Any, b: Any) -> Tensor:
     return _module_loss(REMAT, p, b)

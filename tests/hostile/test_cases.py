@@ -12,11 +12,12 @@ from tests.hostile import (
     layouts,
     randomness,
     trees,
+    updates,
 )
 from tests.hostile.case import Case, cases_of, compare, perform
 from tests.ranks import run_ranks
 
-MODULES = (trees, layouts, control, autograd, randomness, batches)
+MODULES = (trees, layouts, control, autograd, randomness, batches, updates)
 CASES = [
     pytest.param(module.__name__, name, this, id=f"{module.__name__.split('.')[-1]}.{name}")
     for module in MODULES

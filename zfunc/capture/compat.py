@@ -135,7 +135,8 @@ class Lines(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = num_nodes()
         out = func(*args, **(kwargs or {}))
-        self._found.update(dict.fromkeys(range(start, num_nodes()), self._line()))
+        if line := self._line():
+            self._found.update(dict.fromkeys(range(start, num_nodes()), line))
         return out
 
 

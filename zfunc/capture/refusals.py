@@ -40,6 +40,7 @@ _OWN_WEIGHTS = (
     "torch.utils.checkpoint computes again after torch.func.functional_call has ended, with the"
     " module's own weights: use zfunc.remat in the module instead"
 )
+_TRACE = os.path.join(_HERE, "capture", "trace.py")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -105,7 +106,8 @@ def own_draw(op: object, line: str) -> CaptureError:
     """An operator drew from a generator whose state is the function's own."""
     return CaptureError(
         explain(
-            f"{op} draws from a torch.Generator or a seed of the function's own at {line}",
+            f"{op} draws from a torch.Generator or a seed of the function's own at "
+            f"{line or 'its derivative'}",
             expected="the global generator as it is, or zfunc.random with a `key` argument",
             do="add `*, key` to the function and draw with zfunc.random",
         ),
@@ -168,7 +170,10 @@ def line_of_change(read: Callable[[], Any]) -> Iterator[list[str]]:
             found.append(last)
         if _is_library(frame.f_code.co_filename):
             return None
-        last = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        # What is left returns into the middle of a line of its caller.
+        running = frame.f_back if event == "return" else frame
+        if running is not None and not _is_library(running.f_code.co_filename):
+            last = f"{running.f_code.co_filename}:{running.f_lineno}"
         return watch
 
     outer = sys.gettrace()
@@ -181,11 +186,14 @@ def line_of_change(read: Callable[[], Any]) -> Iterator[list[str]]:
 
 
 def line_of_stack() -> str:
-    """The innermost line of the running code that is the user's."""
+    """The innermost line of the function being traced; empty in its derivative."""
     for frame, number in traceback.walk_stack(None):
-        if not _is_library(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{number}"
-    return "an unknown line"
+        file = frame.f_code.co_filename
+        if file == _TRACE:
+            return ""
+        if not _is_library(file):
+            return f"{file}:{number}"
+    return ""
 
 
 def _line_of(error: BaseException) -> str:
