@@ -110,12 +110,12 @@ def _said(slot: Slot) -> str:
 
 def unfit(leaf: torch.Tensor) -> str:
     """Why a tensor cannot be an operand of a graph; empty if it can."""
-    dispatch = type(leaf).__torch_dispatch__
+    dispatch = type(leaf).__torch_dispatch__  # pyright: ignore
     if leaf.layout != torch.strided:
         return f"a {'sparse' if leaf.is_sparse else leaf.layout} tensor"
     if leaf.is_quantized:
         return f"a quantized tensor ({leaf.dtype})"
-    if dispatch is not torch.Tensor.__torch_dispatch__ and not is_fake(leaf):
+    if dispatch is not torch.Tensor.__torch_dispatch__ and not is_fake(leaf):  # pyright: ignore
         return f"a {type(leaf).__name__}, which runs operators of its own"
     return ""
 
