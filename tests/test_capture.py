@@ -261,6 +261,23 @@ def test_other_exceptions_are_the_users(error: Exception) -> None:
     assert caught.value is error
 
 
+def test_a_seed_that_is_there_already_is_found() -> None:
+    """Before and after the loss, and at each draw, the generator is in one and the same state."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        first = torch.rand(3)
+        torch.manual_seed(0)
+        second = torch.rand(3)
+        torch.manual_seed(0)
+        return (p["b"] * (first - second)).sum()
+
+    torch.manual_seed(0)
+    with pytest.raises(zfunc.CaptureError, match=r"(?s)seed of the function's own .*test_capture"):
+        run(loss)
+    assert torch.equal(torch.get_rng_state(), torch.manual_seed(0).get_state())
+
+
 def test_generators_stand_where_they_were() -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state(), numpy.random.get_state()[1].tobytes(), python_random.getstate()

@@ -27,10 +27,9 @@ from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, checksum
 from zfunc.passes import build
-from zfunc.passes.remat import draws
 from zfunc.passes.whole import call_program, whole_program
 from zfunc.program.digest import digest, pattern
-from zfunc.program.ir import Collective, Program
+from zfunc.program.ir import Collective, Program, draws
 
 __all__ = ["Capture", "Compiled", "Prefetch", "Programs", "takes_key"]
 

@@ -260,9 +260,8 @@ def checkpointed(block: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def test_random_ops_under_torch_checkpoint_are_refused() -> None:
-    program = capture(checkpointed(dropout), weights(2, "du"), inputs())
-    with pytest.raises(CaptureError, match=r"(?s)backward pass of loss draws .*zfunc\.remat"):
-        rematerialise(program)
+    with pytest.raises(CaptureError, match=r"(?s)bernoulli.*blocks\.py.*zfunc\.remat"):
+        capture(checkpointed(dropout), weights(2, "du"), inputs())
 
 
 def test_a_random_backward_is_refused() -> None:

@@ -86,7 +86,7 @@ def fake_mode() -> Iterator[FakeTensorMode]:
 
 
 def to_graph(
-    function: Any, *args: Any, on_draw: Callable[[object, Any, Any], None]
+    function: Any, *args: Any, on_draw: Callable[[Any, Any, Any], None] | None
 ) -> torch.fx.GraphModule:
     """Traces a function of flat tuples of fake tensors.
 
@@ -96,8 +96,9 @@ def to_graph(
         on_draw: called with every random operator and its arguments before it is recorded.
     """
 
-    def ask(op: object, *args: Any, **kwargs: Any) -> Any:
-        on_draw(op, args, kwargs)
+    def ask(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if on_draw is not None:
+            on_draw(op, args, kwargs)
         return NotImplemented
 
     asking = {op: functools.partial(ask, op) for op in _random_ops()}

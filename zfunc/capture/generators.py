@@ -1,7 +1,8 @@
 """Generators: random numbers that a graph would repeat, or draw elsewhere than the function did.
 
 Operators on fake tensors draw nothing, so the global generators must be afterwards what they were
-before, and every operator that draws must have found the state that the whole function found.
+before. Every operator that draws leaves a mark in its generator; the next one must find it, or else
+the function has seeded the generator in between, which a graph cannot do.
 """
 
 from __future__ import annotations
@@ -15,64 +16,89 @@ import numpy
 import torch
 
 from zfunc.capture import refusals
+from zfunc.program.ir import is_draw
 
 __all__ = ["Draws", "without_moving"]
 
 T = TypeVar("T")
+_MARK = 0x5EED << 40
 
 
 class Draws:
-    """What is asked at every operator that draws while a function is traced.
+    """What is asked at every operator that draws while a function is traced; a context.
 
     Args:
-        own: whether the function may draw from generators of its own: one that is run once.
+        own: whether the function may draw from generators of its own: one that is run once, right
+            after. They are then in the state that the first draw has found.
     """
 
     def __init__(self, *, own: bool):
         self._own = own
-        self._seen: list[tuple[torch.Generator, bytes, object, str]] = []
+        self._found: dict[torch.Generator, bytes] = {}
+        self._expected: dict[torch.Generator, bytes] = {}
+        self._last: tuple[object, str] = ("", "")
+        self._count = 0
 
-    def __call__(self, op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the state that an operator draws from.
+    def __enter__(self) -> Draws:
+        if not self._own:
+            self._expected[torch.default_generator] = _state(torch.default_generator)
+        return self
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Looks at the state that an operator draws from.
 
         Raises:
-            CaptureError: it draws from a generator of the function's own.
+            CaptureError: it draws from a generator or a seed of the function's own.
         """
-        line = refusals.line_of_stack()
+        if not is_draw(op, args, kwargs):
+            return
+        self._last = op, refusals.line_of_stack()
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Generator)]
         if given and not self._own:
-            raise refusals.own_draw(op, line)
+            raise refusals.own_draw(*self._last)
         generator = given[0] if given else torch.default_generator
-        self._seen.append((generator, _state(generator), op, line))
+        self._look(generator)
+        self._found.setdefault(generator, _state(generator))
+        self._count += 1
+        generator.manual_seed(_MARK + self._count)
+        self._expected[generator] = _state(generator)
 
-    def check(self) -> None:
-        """Compares the states that were drawn from with those at the end.
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                for generator in self._found:
+                    self._look(generator)
+        finally:
+            for generator, state in self._found.items():
+                _set_state(generator, state)
 
-        Raises:
-            CaptureError: the function seeded a generator in between.
-        """
-        for generator, state, op, line in self._seen:
-            if state != _state(generator):
-                raise refusals.own_draw(op, line)
+    def _look(self, generator: torch.Generator) -> None:
+        state = _state(generator)
+        if self._expected.get(generator, state) != state:
+            raise refusals.own_draw(*self._last)
 
 
-def without_moving(record: Callable[[], T]) -> T:
+def without_moving(record: Callable[[Draws | None], T]) -> T:
     """Calls a function that must leave the global generators as they are.
 
     Whatever happens, they are put back; if it moved one, it is called again to find the line.
+
+    Args:
+        record: called with what is to be asked at every draw.
 
     Raises:
         CaptureError: it moved a generator.
     """
     before = _states()
     try:
-        made = record()
+        with Draws(own=False) as draws:
+            made = record(draws)
         moved = [name for name, state in _states().items() if state != before[name]]
         if not moved:
             return made
         _restore(before)
         with refusals.line_of_change(lambda: _states()[moved[0]]) as line:
-            record()
+            record(None)
     except BaseException:
         _restore(before)
         raise
@@ -93,11 +119,14 @@ def _restore(states: dict[str, Any]) -> None:
     kind, words, *rest = states["numpy"]
     numpy.random.set_state((kind, numpy.frombuffer(words, numpy.uint32), *rest))
     random.setstate(states["random"])
-    state = torch.frombuffer(bytearray(states["torch"]), dtype=torch.uint8)
-    torch.default_generator.set_state(state)
+    _set_state(torch.default_generator, states["torch"])
 
 
 def _state(generator: torch.Generator) -> bytes:
     # By address: inside of a trace, methods of tensors are traced.
     state = generator.get_state()
     return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))

@@ -109,7 +109,8 @@ def own_draw(op: object, line: str) -> CaptureError:
             f"{op} draws from a torch.Generator or a seed of the function's own at "
             f"{line or 'its derivative'}",
             expected="the global generator as it is, or zfunc.random with a `key` argument",
-            do="add `*, key` to the function and draw with zfunc.random",
+            do="add `*, key` to the function and draw with zfunc.random; where it is "
+            "torch.utils.checkpoint that repeats a draw, wrap the block with zfunc.remat instead",
         ),
         runs_dynamic=True,
     )

@@ -205,16 +205,17 @@ def _trace(
             secret = next(remaining) if key else None
             return body(leaves, tree.unflatten(args.structure, inputs), secret)
 
-    def record() -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
-        draws = Draws(own=not pure)
+    def record(on_draw: Draws | None) -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
         with compat.fake_mode():
             fakes, slots = _placeholders(params, args, key)
-            graph = compat.to_graph(flat, fakes, on_draw=draws)
-        draws.check()
-        return graph, slots
+            return compat.to_graph(flat, fakes, on_draw=on_draw), slots
+
+    def recorded_once() -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
+        with Draws(own=True) as draws:
+            return record(draws)
 
     with refusals.explained():
-        graph, slots = without_moving(record) if pure else record()
+        graph, slots = without_moving(record) if pure else recorded_once()
     num_first = len(box["present"]) - num_grads
     return Traced(
         graph,

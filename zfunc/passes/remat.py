@@ -18,8 +18,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
-
 from zfunc.errors import CaptureError, explain
 from zfunc.program.ir import (
     Collective,
@@ -28,13 +26,14 @@ from zfunc.program.ir import (
     Program,
     Rng,
     Value,
+    draws,
     map_refs,
     mutates,
     reads,
     writes,
 )
 
-__all__ = ["check_random", "draws", "rematerialise"]
+__all__ = ["check_random", "rematerialise"]
 
 _BACKWARD = -1
 
@@ -130,19 +129,6 @@ def check_random(program: Program) -> None:
                 ),
                 runs_dynamic=True,
             )
-
-
-def draws(op: Op) -> bool:
-    """Whether an op moves the global generator."""
-    if not isinstance(op, Compute):
-        return False
-    if torch.Tag.nondeterministic_seeded not in getattr(op.target, "tags", ()):
-        return False
-    given = {argument.name: argument.default_value for argument in op.target._schema.arguments}  # pyright: ignore
-    given.update(zip(given, op.args, strict=False))
-    given.update(op.kwargs)
-    # The backward ops of attention take the seed of their forward op.
-    return "philox_seed" not in given and given.get("dropout_p") != 0
 
 
 def _steps(program: Program) -> list[_Step]:

@@ -10,7 +10,7 @@ beginning (gather or derivation) and an end (free).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ __all__ = [
     "Update",
     "Value",
     "Wait",
+    "draws",
+    "is_draw",
     "map_refs",
     "mutates",
     "reads",
@@ -380,3 +382,19 @@ def mutates(op: Op) -> tuple[int, ...]:
         if argument.alias_info is not None and argument.alias_info.is_write
         for value in refs(arg)
     )
+
+
+def draws(op: Op) -> bool:
+    """Whether an op moves a generator."""
+    return isinstance(op, Compute) and is_draw(op.target, op.args, dict(op.kwargs))
+
+
+def is_draw(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator moves a generator."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return False
+    given = {argument.name: argument.default_value for argument in target._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    # The backward ops of attention take the seed of their forward op.
+    return "philox_seed" not in given and given.get("dropout_p") != 0
