@@ -30,12 +30,14 @@ class Refusal:
         error: the type.
         texts: what the message must say.
         only: the one rank that is at fault; the others get `RemoteRankError` with its message.
+        least: the smallest world in which there is something to refuse.
     """
 
     attempt: Attempt
     error: type[Exception]
     texts: tuple[str, ...]
     only: int | None = None
+    least: int = 1
 
 
 def refused(

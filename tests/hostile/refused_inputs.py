@@ -112,7 +112,7 @@ def a_nan_that_must_be_raised() -> Any:
 # Parameters, options and states.
 
 
-def init_refused(error: type[Exception], *texts: str, **options: Any) -> Any:
+def init_refused(error: type[Exception], *texts: str, least: int = 1, **options: Any) -> Any:
     """A refusal of the parameters that the function below it makes."""
 
     def make(params: Callable[[int], Any]) -> Refusal:
@@ -120,7 +120,7 @@ def init_refused(error: type[Exception], *texts: str, **options: Any) -> Any:
             del state
             zfunc.shard(loss_fn, mesh, **options).init(params(mesh.rank), optim.sgd(RATE))
 
-        return Refusal(attempt, error, texts)
+        return Refusal(attempt, error, texts, least=least)
 
     return make
 
@@ -170,7 +170,7 @@ def parameters_without_tensors(rank: int) -> Any:
     return {"a": 3, "b": None}
 
 
-@init_refused(LayoutError, "params['b']", "differs between ranks", "seed every rank alike")
+@init_refused(LayoutError, "params['b']", "differs between ranks", "seed every rank alike", least=2)
 def parameters_that_differ_between_ranks(rank: int) -> Any:
     return mlp() | {"b": ints(rank, 3)}
 
@@ -180,7 +180,7 @@ def _budget(capture: str) -> Refusal:
         small = zfunc.Prefetch(live_bytes=100)
         zfunc.shard(loss_fn, mesh, prefetch=small, capture=capture)(state, rows(mesh.rank, 0))
 
-    return Refusal(attempt, BudgetError, ("live_bytes", "at least", "100", "Prefetch("))
+    return Refusal(attempt, BudgetError, ("live_bytes", "at least", "100", "Prefetch("), least=2)
 
 
 a_budget_that_is_too_small = _budget("auto")

@@ -157,7 +157,7 @@ def sparse_gradients_when_it_must_be_traced(p: Any, b: Any) -> Tensor:
     return nn.functional.embedding(b["index"], p["a"], sparse=True).sum()
 
 
-@loss_refused(CaptureError, "random numbers", "zfunc.remat", capture="traced")
+@loss_refused(CaptureError, "a seed", HERE, "zfunc.remat", capture="traced")
 def dropout_under_torch_checkpoint_when_it_must_be_traced(p: Any, b: Any) -> Tensor:
     def block(x: Tensor) -> Tensor:
         return nn.functional.dropout(x @ p["a"])

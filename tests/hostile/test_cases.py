@@ -37,4 +37,6 @@ def test_virtual_ranks(module: str, name: str, this: Case) -> None:
 
 @pytest.mark.parametrize(("module", "name", "this"), CASES)
 def test_processes(module: str, name: str, this: Case) -> None:
-    compare(this, run_ranks(2, perform, module, name), AXES[2])
+    for world in this.worlds:
+        axes = AXES[world]
+        compare(this, run_ranks(world, perform, module, name, axes=axes), axes)

@@ -16,6 +16,7 @@ import numpy
 import torch
 
 from zfunc.capture import refusals
+from zfunc.errors import CaptureError
 from zfunc.program.ir import is_draw
 
 __all__ = ["Draws", "without_moving"]
@@ -36,8 +37,10 @@ class Draws:
         self._own = own
         self._found: dict[torch.Generator, bytes] = {}
         self._expected: dict[torch.Generator, bytes] = {}
+        self._marks: set[int] = set()
         self._last: tuple[object, str] = ("", "")
         self._count = 0
+        self._seeded: CaptureError | None = None
 
     def __enter__(self) -> Draws:
         if not self._own:
@@ -48,7 +51,7 @@ class Draws:
         """Looks at the state that an operator draws from.
 
         Raises:
-            CaptureError: it draws from a generator or a seed of the function's own.
+            CaptureError: it draws from a generator of the function's own.
         """
         if not is_draw(op, args, kwargs):
             return
@@ -62,20 +65,23 @@ class Draws:
         self._count += 1
         generator.manual_seed(_MARK + self._count)
         self._expected[generator] = _state(generator)
+        self._marks.add(hash(self._expected[generator]))
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        try:
-            if kind is None:
-                for generator in self._found:
-                    self._look(generator)
-        finally:
-            for generator, state in self._found.items():
+    def __exit__(self, *_: Any) -> None:
+        for generator, state in self._found.items():
+            self._look(generator)
+            if hash(_state(generator)) in self._marks:
                 _set_state(generator, state)
+
+    def check(self) -> None:
+        """Afterwards: raises `CaptureError` if the function seeded a generator between draws."""
+        if self._seeded is not None:
+            raise self._seeded
 
     def _look(self, generator: torch.Generator) -> None:
         state = _state(generator)
-        if self._expected.get(generator, state) != state:
-            raise refusals.own_draw(*self._last)
+        if self._expected.get(generator, state) != state and self._seeded is None:
+            self._seeded = refusals.own_draw(*self._last)
 
 
 def without_moving(record: Callable[[Draws | None], T]) -> T:
@@ -87,7 +93,7 @@ def without_moving(record: Callable[[Draws | None], T]) -> T:
         record: called with what is to be asked at every draw.
 
     Raises:
-        CaptureError: it moved a generator.
+        CaptureError: it moved a generator, or seeded one between draws.
     """
     before = _states()
     try:
@@ -95,6 +101,7 @@ def without_moving(record: Callable[[Draws | None], T]) -> T:
             made = record(draws)
         moved = [name for name, state in _states().items() if state != before[name]]
         if not moved:
+            draws.check()
             return made
         _restore(before)
         with refusals.line_of_change(lambda: _states()[moved[0]]) as line:

@@ -212,7 +212,9 @@ def _trace(
 
     def recorded_once() -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
         with Draws(own=True) as draws:
-            return record(draws)
+            made = record(draws)
+        draws.check()
+        return made
 
     with refusals.explained():
         graph, slots = without_moving(record) if pure else recorded_once()
