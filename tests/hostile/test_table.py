@@ -1,4 +1,4 @@
-"""The table of hostile kinds in tests/README.md: every row names tests that exist, and their rung."""
+"""The table of hostile inputs in tests/README.md: each row names tests that exist, and their rung."""
 
 from __future__ import annotations
 
