@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zfunc"
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
 errors  ops  tree
-hardware  meshes  layout  sharded  random  schedules
+hardware  settings  meshes  layout  sharded  random  schedules
 scope  comm  agree  program  rematerialise  optim
 capture  collective  passes
 execute

@@ -72,8 +72,9 @@ def test_a_loss_keeps_its_dtype_and_is_the_mean_of_all_ranks() -> None:
     ("options", "message"),
     [
         ({"nonfinite": "never"}, r"'skip', 'raise' or 'ignore'"),
-        ({"accum": 0}, r"(?s)accum=0.*from 1 on"),
-        ({"accum": 1.5}, r"(?s)accum=1.5.*from 1 on"),
+        ({"accum": 0}, r"(?s)accum=. is 0.*micro-batches, 1 or more"),
+        ({"accum": 1.5}, r"(?s)accum=. is 1.5.*micro-batches, 1 or more"),
+        ({"accum": True}, r"(?s)accum=. is True.*micro-batches, 1 or more"),
         ({"remat": "all"}, r"policies.nothing"),
     ],
     ids=str,
@@ -81,6 +82,20 @@ def test_a_loss_keeps_its_dtype_and_is_the_mean_of_all_ranks() -> None:
 def test_options_are_checked_at_once(options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zfunc.shard(loss_fn, zfunc.mesh(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: zfunc.Prefetch(live_bytes=1e9), r"(?s)live_bytes=. is 1000000000.0.*bytes, 0 or"),
+        (lambda: zfunc.Prefetch(ahead_bytes=-1), r"ahead_bytes=. is -1"),
+        (lambda: zfunc.Capture(check_every=-1), r"check_every=. is -1"),
+        (lambda: zfunc.Capture(max_signatures=0), r"(?s)max_signatures=. is 0.*1 or more"),
+    ],
+)
+def test_settings_are_whole_numbers(make: Any, message: str) -> None:
+    with pytest.raises(zfunc.LayoutError, match=message):
+        make()
 
 
 @pytest.mark.parametrize(

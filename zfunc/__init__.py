@@ -23,8 +23,8 @@ from zfunc.hardware import Hardware
 from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
-from zfunc.programs import Capture, Prefetch
 from zfunc.rematerialise import policies, remat
+from zfunc.settings import Capture, Prefetch
 from zfunc.sharded import Sharded
 from zfunc.spmd import Forward, infer, spmd
 from zfunc.state import State

@@ -8,6 +8,7 @@ mode and vmap have no rule here: torch refuses them rather than answer with zero
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from zfunc import tree as trees
-from zfunc.agree import Proposal, agree, hash_of
+from zfunc.agree import Proposal, agree, hash_of, telling_others
 from zfunc.capture import lookup_full
 from zfunc.errors import CaptureError, LayoutError, explain
 from zfunc.layout import layouts_of
@@ -225,11 +226,12 @@ def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
     fulls = list(leaves)
     waiting: dict[tuple[Mesh, str], list[int]] = {}
     pieces: dict[int, Tensor] = {}
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Sharded):
-            continue
-        piece = leaf.local if dtype is None else leaf.local.to(dtype)
-        _refuse_forward_mode(piece, "gather")
+    with _telling_others(leaves):
+        prepared = {
+            i: _piece(leaf, dtype) for i, leaf in enumerate(leaves) if isinstance(leaf, Sharded)
+        }
+    for i, piece in prepared.items():
+        leaf = leaves[i]
         axis, mesh = leaf.layout.axis, leaf.layout.mesh
         if axis is None or mesh.axis_size(axis) == 1:
             # A step writes into the buffers of the state that it takes: hand out others.
@@ -248,6 +250,22 @@ def _gather_now(leaves: Sequence[Any], dtype: torch.dtype | None) -> list[Any]:
         _agree(mesh, "gather", facts)
         comm.gather(axis, [pieces[i] for i in chosen], outs).wait()
     return fulls
+
+
+def _piece(leaf: Sharded, dtype: torch.dtype | None) -> Tensor:
+    piece = leaf.local if dtype is None else leaf.local.to(dtype)
+    _refuse_forward_mode(piece, "gather")
+    return piece
+
+
+def _telling_others(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """A failure inside is one on every rank, if any leaf is to be gathered at all."""
+    for leaf in leaves:
+        if isinstance(leaf, Sharded) and leaf.layout.axis is not None:
+            mesh = leaf.layout.mesh
+            if mesh.axis_size(leaf.layout.axis) > 1:
+                return telling_others(mesh, "gather")
+    return contextlib.nullcontext()
 
 
 def _scatter_leaf(full: Tensor, layout: Any, mesh: Mesh, reduce: str) -> Sharded:

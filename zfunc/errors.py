@@ -16,6 +16,7 @@ __all__ = [
     "RankLostError",
     "RemoteRankError",
     "TreeMismatchError",
+    "check_count",
     "explain",
 ]
 
@@ -121,3 +122,11 @@ def explain(problem: str, *, expected: object = None, got: object = None, do: st
     if do:
         lines.append(f"  {do}")
     return "\n".join(lines)
+
+
+def check_count(name: str, value: object, least: int, unit: str) -> None:
+    """Raises `LayoutError` unless a value is a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise LayoutError(
+            explain(f"{name} is {value!r}", expected=f"a whole number of {unit}, {least} or more")
+        )

@@ -143,8 +143,8 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
             _check_whole(params_or_fn)
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable)
-    context = hash_of(table.facts, tx)
-    agree(mesh, Proposal(bytes(16), context, lambda: f"{spelled(tx)}\n{table.facts}"), "init")
+        about = f"{spelled(tx)}\nkey: {None if key is None else key.tolist()}\n{table.facts}"
+    agree(mesh, Proposal(bytes(16), hash_of(about), lambda: about), "init")
     leaves: list[Sharded] = []
     sums: list[int] | Exception
     try:

@@ -22,7 +22,7 @@ import torch
 from zfunc import tree
 from zfunc.capture import Argument, Traced, difference, to_program, trace_forward, trace_loss
 from zfunc.capture.graph import capture, leaf_of
-from zfunc.errors import BudgetError, CaptureError, LayoutError, explain
+from zfunc.errors import BudgetError, CaptureError, explain
 from zfunc.execute import Executor, Outcome
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, checksum
@@ -30,53 +30,13 @@ from zfunc.passes import build
 from zfunc.passes.whole import call_program, whole_program
 from zfunc.program.digest import digest, pattern
 from zfunc.program.ir import Collective, Program, draws
+from zfunc.settings import Capture, Prefetch, check_capture
 
-__all__ = ["Capture", "Compiled", "Prefetch", "Programs", "takes_key"]
+__all__ = ["Compiled", "Programs", "takes_key"]
 
 _LOG = logging.getLogger("zfunc")
 # The same on every rank, whatever its options: ranks must forget what they agreed on alike.
 _MAX_AGREED = 256
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Prefetch:
-    """Byte budgets of one rank.
-
-    Attributes:
-        live_bytes: the most that gathered copies, values derived from parameters alone, full
-            gradients awaiting reduce and receive buffers may occupy together. None: a quarter of
-            `Hardware.device_bytes`, or what the program needs if that is more.
-        ahead_bytes: the most that is gathered before it is needed. None: twice the largest gather.
-
-    Example:
-        >>> Prefetch(live_bytes=100_000_000)
-        Prefetch(live_bytes=100000000, ahead_bytes=None)
-    """
-
-    live_bytes: int | None = None
-    ahead_bytes: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Capture:
-    """How a function is captured.
-
-    Attributes:
-        rung: "traced", "dynamic", or "auto": traced, and dynamic where that is refused.
-        check_every: trace again at every so many calls of a signature and compare; 0 never.
-        max_signatures: how many programs are kept.
-        max_shape_misses: after so many signatures of one parameter tree "auto" goes dynamic, if
-            the function has no collectives of its own and all that it needs whole fits.
-
-    Example:
-        >>> Capture("traced", check_every=100).check_every
-        100
-    """
-
-    rung: str = "auto"
-    check_every: int = 0
-    max_signatures: int = 64
-    max_shape_misses: int = 32
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -398,24 +358,6 @@ class Bounded(Generic[K, V]):
     def values(self) -> list[V]:
         """All entries, the one used last at the end."""
         return list(self._entries.values())
-
-
-def check_capture(capture: Capture | str) -> Capture:
-    """Completes `shard(capture=)`.
-
-    Raises:
-        LayoutError: no such rung.
-    """
-    made = Capture(capture) if isinstance(capture, str) else capture
-    if not isinstance(made, Capture) or made.rung not in ("auto", "traced", "dynamic"):
-        raise LayoutError(
-            explain(
-                f"capture={capture!r}",
-                expected="'auto', 'traced', 'dynamic' or Capture(...)",
-                do="leave it out to trace, and to call what cannot be traced",
-            )
-        )
-    return made
 
 
 def _modes(device: torch.device) -> tuple[Any, ...]:

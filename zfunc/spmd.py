@@ -23,7 +23,7 @@ from zfunc.agree import (
     raise_failures,
     telling_others,
 )
-from zfunc.capture import describe
+from zfunc.capture import describe, refuse_shapes
 from zfunc.comm import as_mesh
 from zfunc.dynamic import call_forward
 from zfunc.execute import Inputs, Interrupts, Outcome, deferred_interrupts
@@ -32,8 +32,9 @@ from zfunc.layout import Flat, P, layouts_of
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, leaf_facts
-from zfunc.programs import Compiled, Prefetch, Programs
+from zfunc.programs import Compiled, Programs
 from zfunc.resolve import resolve
+from zfunc.settings import Prefetch
 from zfunc.sharded import Sharded, is_sharded
 
 __all__ = ["Forward", "infer", "spmd"]
@@ -132,9 +133,12 @@ class Forward:
             table, compiled, tensors = self._prepare(params, args)
             leaves = table.leaves_of(params)
             leaves += [tensor for tensor in tensors if is_sharded(tensor)]
+            pieces = [leaf.local for leaf in leaves]
+            given = [getattr(tensor, "local", tensor) for tensor in tensors]
+            refuse_shapes([*pieces, *given], params=params, args=args)
             inputs = Inputs(
-                [leaf.local for leaf in leaves],
-                [[getattr(tensor, "local", tensor) for tensor in tensors]],
+                pieces,
+                [given],
                 [None],
                 call=lambda fulls, _: call_forward(self._programs.function, table, fulls, args),
                 threads=torch.get_num_threads(),

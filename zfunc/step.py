@@ -9,15 +9,16 @@ from torch import Tensor
 
 from zfunc.adopt import adopt
 from zfunc.comm import as_mesh
-from zfunc.errors import LayoutError, explain
+from zfunc.errors import LayoutError, check_count, explain
 from zfunc.explain import Explanation, explain_programs
 from zfunc.init import abstract_state, init_state
 from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
-from zfunc.programs import Capture, Prefetch, Programs
+from zfunc.programs import Programs
 from zfunc.rematerialise import Nothing
 from zfunc.rematerialise import remat as rematerialised
+from zfunc.settings import Capture, Prefetch
 from zfunc.state import State
 from zfunc.training import Options, Training, gradients, run_step
 
@@ -80,8 +81,7 @@ def shard(
         raise LayoutError(
             explain(f"shard(nonfinite={nonfinite!r})", expected="'skip', 'raise' or 'ignore'")
         )
-    if not isinstance(accum, int) or accum < 1:
-        raise LayoutError(explain(f"shard(accum={accum!r})", expected="a whole number from 1 on"))
+    check_count("shard(accum=)", accum, 1, "micro-batches")
     function = loss_fn if remat is None else rematerialised(loss_fn, remat)
     options = Options(specs, trainable, accum, has_aux, nonfinite, donate)
     mesh = as_mesh(mesh)

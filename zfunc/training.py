@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from zfunc.agree import (
     spelled,
     telling_others,
 )
-from zfunc.capture import Argument, describe
+from zfunc.capture import Argument, describe, refuse_shapes
 from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
 from zfunc.execute import Inputs, Outcome, Verdict, deferred_interrupts
@@ -142,6 +143,7 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
     mesh, options = training.mesh, training.options
     with telling_others(mesh, "step"):
         check_real(mesh)
+        refuse_shapes([state.step], state=state)
         number = int(state.step)
         what = f"step {number}"
     box: dict[str, Any] = {}
@@ -169,7 +171,8 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
         ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=True)
         outcome, verdict = _run(training, ready, update, state.key, number, what)
         if "updated" not in box and options.nonfinite == "raise":
-            raise NonFiniteError(_nonfinite_message(ready.table, verdict, what))
+            loss = float(_mean_loss(ready.compiled.program, outcome, verdict))
+            raise NonFiniteError(_nonfinite_message(ready.table, verdict, loss, what))
         return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
 
 
@@ -248,6 +251,8 @@ def prepare(
     sharded = [one for found in given for one in found if isinstance(one, Sharded)]
     pieces = [leaf.local for leaf in (*leaves, *sharded)]
     tensors = [[getattr(one, "local", one) for one in found] for found in given]
+    if keys:
+        refuse_shapes([*pieces, *itertools.chain(*tensors)], params=params, batch=batch)
     return Prepared(table, leaves, compiled, batches, pieces, tensors, folded)
 
 
@@ -431,14 +436,14 @@ def _reduced(program: Program) -> Sequence[int | None]:
     return next(op.grads for op in program.ops if isinstance(op, Status))
 
 
-def _nonfinite_message(table: ParamTable, verdict: Verdict, what: str) -> str:
+def _nonfinite_message(table: ParamTable, verdict: Verdict, loss: float, what: str) -> str:
     bad = [
         table.slots[position].path
         for position, square in zip(table.trainable, verdict.squares, strict=True)
         if not math.isfinite(square)
     ]
     return explain(
-        f"{what} is not finite: loss {verdict.loss}, gradients of {bad[:3] or 'no leaf'}",
+        f"{what} is not finite: loss {loss}, gradients of {bad[:3] or 'no leaf'}",
         expected="finite loss and gradients",
         do='the state from before is valid; nonfinite="skip" leaves such steps out',
     )

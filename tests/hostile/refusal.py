@@ -41,10 +41,10 @@ class Refusal:
 
 
 def refused(
-    error: type[Exception], *texts: str, only: int | None = None
+    error: type[Exception], *texts: str, only: int | None = None, least: int = 1
 ) -> Callable[[Attempt], Refusal]:
     """Makes a `Refusal` of the attempt below it."""
-    return lambda attempt: Refusal(attempt, error, texts, only)
+    return lambda attempt: Refusal(attempt, error, texts, only, least)
 
 
 def loss_fn(p: Any, b: Any) -> Tensor:

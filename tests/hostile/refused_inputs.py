@@ -20,6 +20,7 @@ from zfunc.errors import (
     DonatedStateError,
     LayoutError,
     NonFiniteError,
+    ProgramMismatchError,
     TreeMismatchError,
 )
 
@@ -87,6 +88,36 @@ def a_batch_of_an_unregistered_dataclass() -> Any:
 @batch_refused(KeyError, "'x'")
 def a_key_that_is_missing() -> Any:
     return {"y": ints(1, 2, 4)}
+
+
+@batch_refused(LayoutError, "batch['x']", "no values", "lower()")
+def a_batch_of_shapes() -> Any:
+    return {"x": zfunc.ShapeDtype((2, 4), torch.float64)}
+
+
+@refused(LayoutError, "state", "no values", "lower()")
+def a_state_of_shapes(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    step = zfunc.shard(loss_fn, mesh)
+    step(step.abstract(mlp(), optim.sgd(RATE)), rows(mesh.rank, 0))
+
+
+@refused(LayoutError, "params['a']", "no values", "lower()")
+def parameters_of_shapes(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    step = zfunc.shard(loss_fn, mesh)
+    step.value_and_grad(step.abstract(mlp(), optim.sgd(RATE)).params, rows(mesh.rank, 0))
+
+
+@refused(ProgramMismatchError, "key: [", "rank 1", least=2)
+def keys_that_differ_between_ranks(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    key = zfunc.random.key(mesh.rank)
+    zfunc.shard(loss_fn, mesh).init(mlp(), optim.sgd(RATE), key=key)
+
+
+@refused(DonatedStateError, "params['a']", "donated", only=1)
+def a_gather_of_what_one_rank_has_donated(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    mine = _copy(state)
+    other = zfunc.shard(loss_fn, mesh)(mine, rows(mesh.rank, 0))[0]
+    zfunc.gather(mine.params if mesh.rank == 1 else other.params)
 
 
 @batch_refused(KeyError, "'x'", only=0)

@@ -1,4 +1,4 @@
-"""The table of hostile inputs in tests/README.md: each row names tests that exist, and their rung."""
+"""The table of hostile inputs in tests/README.md: rows name tests that exist, and their rung."""
 
 from __future__ import annotations
 

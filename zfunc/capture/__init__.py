@@ -5,7 +5,16 @@
 """
 
 from zfunc.capture.graph import to_program
-from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static, describe, difference
+from zfunc.capture.slots import (
+    ArgLeaf,
+    Argument,
+    Input,
+    LeafSlot,
+    Static,
+    describe,
+    difference,
+    refuse_shapes,
+)
 from zfunc.capture.trace import Traced, lookup_full, trace_forward, trace_loss
 
 __all__ = [
@@ -18,6 +27,7 @@ __all__ = [
     "describe",
     "difference",
     "lookup_full",
+    "refuse_shapes",
     "to_program",
     "trace_forward",
     "trace_loss",

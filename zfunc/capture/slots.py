@@ -28,6 +28,7 @@ __all__ = [
     "describe",
     "difference",
     "is_like",
+    "refuse_shapes",
 ]
 
 
@@ -132,6 +133,28 @@ def holds_tensors(leaf: Any) -> bool:
 def is_like(leaf: Any) -> bool:
     """Whether a leaf has a shape and dtype: a tensor, or a `ShapeDtype` in its place."""
     return isinstance(leaf, torch.Tensor | ShapeDtype)
+
+
+def refuse_shapes(found: Sequence[Any], **given: Any) -> None:
+    """Raises `LayoutError` if what a call would compute with has shapes, but no values.
+
+    Args:
+        found: the tensors of the call.
+        given: where they come from, by name, to say which one it is.
+    """
+    if not any(type(leaf) is ShapeDtype for leaf in found):
+        return
+    for root, value in given.items():
+        for path, leaf in zip(tree.leaf_paths(value, root), tree.leaves(value), strict=True):
+            if isinstance(leaf, ShapeDtype):
+                raise LayoutError(
+                    explain(
+                        f"{path} has a shape and no values",
+                        expected="a tensor",
+                        got=leaf,
+                        do="lower() looks at shapes; a call computes",
+                    )
+                )
 
 
 def describe(
