@@ -15,5 +15,5 @@ torch.set_num_threads(1)
 
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True, database=None)
-settings.register_profile("soak", max_examples=2000, deadline=None)
+settings.register_profile("soak", max_examples=10_000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if "CI" in os.environ else "dev"))

@@ -149,6 +149,10 @@ def _rematerialised(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
     return block(block(h).clamp(-8, 8))
 
 
+def _looks(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
+    return h + padded(a) if float(h.detach().sum()) > 0 else h - padded(b)
+
+
 def _complex_norm(h: Tensor, a: Tensor, _: Tensor, __: Any) -> Tensor:
     return h + (a * a.conj()).real.sum().double() if a.is_complex() else h + vector(a).sum()
 
@@ -170,6 +174,7 @@ INSTRUCTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Any], Tensor]] = {
     "embedding": _embedding,
     "remat": _rematerialised,
     "complex": _complex_norm,
+    "looks at a value": _looks,
 }
 
 recipes = st.builds(

@@ -52,12 +52,14 @@ def call_loss(
     diff = [leaves[i].requires_grad_() for i in table.trainable]
     watched = _versions(table, leaves, arguments)
     keys = {} if key is None else {"key": key}
-    with torch.enable_grad(), entered(Scope({}, None)), explained_writes():
-        loss, weight, aux = split_loss(loss_fn(table.rebuild(leaves), *arguments, **keys), has_aux)
     grads: Sequence[Tensor | None] = [None] * len(diff)
-    if loss.requires_grad and diff:
-        with OwnWeights():
-            grads = gradients(loss, diff)
+    with entered(Scope({}, None)):  # what is computed again in the backward pass runs in it too
+        with torch.enable_grad(), explained_writes():
+            out = loss_fn(table.rebuild(leaves), *arguments, **keys)
+            loss, weight, aux = split_loss(out, has_aux)
+        if loss.requires_grad and diff:
+            with OwnWeights():
+                grads = gradients(loss, diff)
     _refuse_writes(watched)
     if weight is None:
         weight = torch.ones((), dtype=torch.float64)

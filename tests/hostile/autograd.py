@@ -99,6 +99,13 @@ def remat_of_the_whole_loss(p: Any, b: Any) -> Tensor:
     return forward(p, b["x"]).square().sum()
 
 
+@case(mlp, rows, rung="dynamic autograd", options={"remat": zfunc.policies.nothing})
+def remat_in_remat_on_the_dynamic_rung(p: Any, b: Any) -> Tensor:
+    block = zfunc.remat(lambda x: torch.relu(x @ p["a"] + p["b"]) * 2)
+    h = block(b["x"]) @ p["c"]
+    return (h if float(h.detach().sum()) > 0 else -h).square().sum()
+
+
 def _vector_loss(w: Tensor, x: Tensor) -> Tensor:
     return (x @ w).pow(3).sum()
 
