@@ -1,8 +1,7 @@
 """What hypothesis draws: trees of every kind of leaf, losses over any such tree, meshes, plans.
 
-A loss is a recipe, a list of instructions that any tree can follow: each takes one or two leaves
-and turns a vector of four numbers into another. Data are small integers, and the vector is clamped
-after each instruction, so that values stay exact and equality may be asked bit for bit.
+A loss is a recipe, a list of instructions (`tests.instructions`) that any tree can follow. Data are
+small integers, so that values stay exact and equality may be asked bit for bit.
 """
 
 from __future__ import annotations

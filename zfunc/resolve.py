@@ -71,32 +71,34 @@ def resolve(
     if agreed is None:
         agreed = _negotiate(programs, own, what, update)
         programs.agreed.put(key, agreed)
-    known: Compiled | None = programs.resolved.get((own, agreed))
-    if known is not None:
-        return known
+    compiled: Compiled | None = programs.resolved.get((own, agreed))
+    failure: Exception | None = None
+    if compiled is None:
+        try:
+            compiled = _united(programs, own, agreed, update)
+            programs.resolved.put((own, agreed), compiled)
+        except Exception as error:
+            failure = error
+    # A rank may have forgotten what others still know: whoever has to build it again may fail.
+    exchange_facts(programs.mesh, failure, what)
+    assert compiled is not None
+    return compiled
+
+
+def _united(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> Compiled:
+    """This rank's computation under what ranks settled on."""
     if agreed.merged is None:
         program = _whole(programs, own, update)
     else:
         program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
-    compiled = own.with_program(program, programs.mesh)
-    programs.resolved.put((own, agreed), compiled)
-    return compiled
+    return own.with_program(program, programs.mesh)
 
 
 def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _Resolution:
     """Exchanges what ranks use, then their sequences; every rank comes to the same result."""
     mesh = programs.mesh
-    rows = exchange_facts(mesh, _facts(own), what)
-    asks = rows[0]["asks"]
-    if any(row["asks"] != asks for row in rows):
-        raise ProgramMismatchError(
-            explain(
-                f"{what}: the functions' own collectives differ between ranks",
-                expected=f"rank 0: {asks}",
-                got=next(f"rank {r}: {x['asks']}" for r, x in enumerate(rows) if x["asks"] != asks),
-                do="call gather and scatter inside the function on every rank alike",
-            )
-        )
+    rows = exchange_facts(mesh, _stated(own), what)
+    _check_alike(rows, what)
     order: tuple[int, ...] = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
     grads = tuple(sorted({leaf for row in rows for leaf in row["grads"]}))
     agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
@@ -106,7 +108,7 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
             merged = tuple(merge_all(sequences))
             longest = max(map(len, sequences))
             # No rank can take part in a collective of the function that it does not make itself.
-            same = sum(unit.kind == "ask" for unit in merged) == len(asks)
+            same = sum(unit.kind == "ask" for unit in merged) == len(rows[0]["asks"])
             fits = (
                 same
                 and len(merged) <= _LONGEST * longest
@@ -118,6 +120,39 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
     return agreed
 
 
+def _check_alike(rows: Sequence[dict[str, Any]], what: str) -> None:
+    """Raises `ProgramMismatchError` where no sequence could serve all ranks."""
+    problems = {
+        "asks": (
+            "the functions' own collectives differ between ranks",
+            "call gather and scatter inside the function on every rank alike",
+        ),
+        "given": (
+            "the Sharded leaves of other arguments differ between ranks",
+            "pass the same leaves on every rank, whether it reads them or not",
+        ),
+    }
+    for key, (problem, do) in problems.items():
+        first = rows[0][key]
+        for rank, row in enumerate(rows):
+            if row[key] != first:
+                raise ProgramMismatchError(
+                    explain(
+                        f"{what}: {problem}",
+                        expected=f"rank 0: {first}",
+                        got=f"rank {rank}: {row[key]}",
+                        do=do,
+                    )
+                )
+
+
+def _stated(own: Compiled) -> dict[str, Any] | Exception:
+    try:
+        return _facts(own)
+    except Exception as error:
+        return error
+
+
 def _facts(own: Compiled) -> dict[str, Any]:
     """What a rank states about its captured function."""
     asks = [
@@ -126,12 +161,19 @@ def _facts(own: Compiled) -> dict[str, Any]:
         for op in micro.ops
         if isinstance(op, Collective)
     ]
+    given = [
+        (leaf.path, str(leaf.spec), str(leaf.layouts.params.spec))
+        for micro in own.micros
+        for leaf in micro.leaves
+        if not leaf.is_param
+    ]
     grads = {
         i for micro in own.micros for i, g in enumerate(micro.micros[0].grads) if g is not None
     }
     return {
         "traced": own.rung == "traced",
         "asks": asks,
+        "given": given,
         "order": list(dict.fromkeys(_uses(own.micros))),
         "grads": sorted(grads),
         "weighted": any(micro.micros[0].weight is not None for micro in own.micros),
@@ -139,11 +181,12 @@ def _facts(own: Compiled) -> dict[str, Any]:
 
 
 def _uses(micros: Sequence[Program]) -> Iterator[int]:
-    """Parameters in the order of first use."""
+    """Leaves in the order of first use; those of arguments follow the parameters, as in a step."""
+    offset = 0
     for micro in micros:
         for leaf in first_uses(micro.leaves, micro.ops, {}):
-            if micro.leaves[leaf].is_param:
-                yield leaf
+            yield leaf if micro.leaves[leaf].is_param else leaf + offset
+        offset += sum(not leaf.is_param for leaf in micro.leaves)
 
 
 def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> Program:

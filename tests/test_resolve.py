@@ -1,0 +1,296 @@
+"""Ranks whose programs differ: which way they settle on, what is remembered, and failures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc
+import zfunc.resolve
+from tests.checker import check, check_same_collectives, collective_sequence
+from tests.harness import assert_equal, gathered, ranks
+from tests.oracle import Oracle, Sgd
+from tests.ranks import run_ranks
+from zfunc import optim
+from zfunc.program.ir import Call, Gather, Update
+
+RATE = 2.0**-10
+NAMES = [f"leaf{i}" for i in range(8)]
+
+
+def params() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randint(-2, 3, (3, 3), generator=generator).double() for n in NAMES}
+
+
+def loss(p: Any, b: Any) -> Tensor:
+    """Reads the leaves that the batch names, in its order; with "look" by way of a value."""
+    h = b["x"]
+    for name in b["names"]:
+        h = (h @ p[name]).clamp(-8, 8)
+    if b["look"] and float(h.detach().sum()) < -1e9:
+        h = -h
+    return h.square().sum()
+
+
+def batch(rank: int, names: list[str], *, look: bool = False) -> dict[str, Any]:
+    x = torch.randint(-2, 3, (2, 3), generator=torch.Generator().manual_seed(rank))
+    return {"x": x.double(), "names": tuple(names), "look": look}
+
+
+def dense(rows: list[Any], steps: int = 1, axes: Any = None) -> list[Tensor]:
+    oracle = Oracle(loss, params(), Sgd(RATE), axes=axes or {"shard": len(rows)})
+    for _ in range(steps):
+        oracle.step([[row] for row in rows])
+    return oracle.tensors
+
+
+@dataclasses.dataclass
+class Counting:
+    """A communicator that counts exchanges."""
+
+    inner: Any
+    exchanges: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Counts and passes on."""
+        self.exchanges += 1
+        return self.inner.exchange(payload)
+
+
+def train(mesh: zfunc.Mesh, rows: list[Any], steps: int = 1, **options: Any) -> Any:
+    """Whole leaves, the program that ran last, and the exchanges of every step."""
+    comm = Counting(mesh.comm)
+    step = zfunc.shard(loss, dataclasses.replace(mesh, comm=comm), **options)  # pyright: ignore
+    state = step.init(params(), optim.sgd(RATE))
+    counts = []
+    for _ in range(steps):
+        before = comm.exchanges
+        state, _ = step(state, rows[mesh.rank])
+        counts.append(comm.exchanges - before)
+    programs = step._training.programs
+    ran = programs.resolved.values()
+    return gathered(state.params), (ran[-1].program if ran else None), counts
+
+
+def gathers(program: Any) -> list[int]:
+    """The leaves gathered, in order."""
+    return [i for op in program.ops if isinstance(op, Gather) for i in op.leaves]
+
+
+def test_ranks_that_differ_little_unite() -> None:
+    rows = [batch(0, NAMES[:5]), batch(1, NAMES[1:6]), batch(2, NAMES[:6])]
+    results = ranks(3, train, rows)
+    for after, program, _ in results:
+        assert_equal(after, dense(rows))
+        check(program)
+        check_same_collectives(program, results[0][1])
+        assert sorted(set(gathers(program))) == list(range(6))  # leaves that nobody reads stay
+
+
+def test_ranks_that_differ_much_gather_everything() -> None:
+    """Leaves as large as a bucket, in orders that have little in common: no union is short."""
+    rows = [batch(0, NAMES), batch(1, NAMES[::-1])]
+    large = {name: torch.eye(200).double() for name in NAMES}
+    x = torch.ones(1, 200).double()
+    oracle = Oracle(loss, large, Sgd(RATE), axes={"shard": 2})
+    oracle.step([[row | {"x": x}] for row in rows])
+
+    def run(mesh: zfunc.Mesh) -> Any:
+        step = zfunc.shard(loss, mesh)
+        state = step.init(large, optim.sgd(RATE))
+        state, _ = step(state, rows[mesh.rank] | {"x": x})
+        return gathered(state.params), step._training.programs.resolved.values()[-1].program
+
+    results = ranks(2, run)
+    for after, program in results:
+        assert_equal(after, oracle.tensors)
+        check(program)
+        check_same_collectives(program, results[0][1])
+        assert gathers(program) == list(range(8))
+
+
+def test_mixed_rungs_gather_everything_in_canonical_order() -> None:
+    rows = [batch(0, NAMES[:3]), batch(1, NAMES[2:5], look=True)]
+    results = ranks(2, train, rows)
+    for rank, (after, program, _) in enumerate(results):
+        assert_equal(after, dense(rows))
+        check(program)
+        check_same_collectives(program, results[0][1])
+        assert gathers(program) == list(range(8))
+        assert any(isinstance(op, Call) for op in program.ops) == (rank == 1)
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 3}, {"replica": 2, "shard": 2}], ids=str)
+def test_what_ranks_settled_on_is_remembered(axes: Any) -> None:
+    """From the second step on: agreement, that all are ready, and status."""
+    world = 4 if "replica" in axes else axes["shard"]
+    rows = [batch(rank, NAMES[rank : rank + 3]) for rank in range(world)]
+    for after, _, counts in ranks(axes, train, rows, 3):
+        assert_equal(after, dense(rows, 3, axes))
+        assert counts[0] > counts[1] == counts[2] == 3
+
+
+def test_ranks_that_are_alike_pay_nothing() -> None:
+    rows = [batch(0, NAMES), batch(1, NAMES)]
+    for _, program, counts in ranks(2, train, rows, 2):
+        assert program is None
+        assert counts == [2, 2]
+
+
+def outcome(mesh: zfunc.Mesh, rows: list[Any], **options: Any) -> tuple[str, str, Any]:
+    """What a step raises, and the leaves after the next one that is alike."""
+    step = zfunc.shard(loss, mesh, **options)
+    state = step.init(params(), optim.sgd(RATE))
+    raised: Any = ("", "")
+    try:
+        step(state, rows[mesh.rank])
+    except Exception as error:
+        raised = type(error).__name__, str(error)
+    state, _ = step(state, batch(mesh.rank, NAMES[:2]))
+    return *raised, gathered(state.params)
+
+
+def limited(mesh: zfunc.Mesh, rows: list[Any]) -> Any:
+    """With the smallest budget under which each rank's own program fits; no union is allowed."""
+    needed = 0
+    for row in rows:
+        step = zfunc.shard(loss, mesh, prefetch=zfunc.Prefetch(live_bytes=1))
+        with pytest.raises(zfunc.BudgetError) as refused:
+            step.lower(step.init(params(), optim.sgd(RATE)), row)
+        needed = max(needed, refused.value.needed_bytes)
+    budget = zfunc.Prefetch(live_bytes=needed)
+    with mock.patch.object(zfunc.resolve, "_LONGEST", 0.5):
+        return outcome(mesh, rows, prefetch=budget)
+
+
+def test_an_error_everywhere_where_neither_way_fits() -> None:
+    rows = [batch(0, NAMES[:4]), batch(1, NAMES[:4][::-1])]
+    alike = dense([batch(0, NAMES[:2]), batch(1, NAMES[:2])])
+    for name, text, after in ranks(2, limited, rows):
+        assert name == "BudgetError"
+        assert "live_bytes of at least" in text
+        assert_equal(after, alike)
+
+
+def asking(p: Any, b: Any) -> Tensor:
+    """Some ranks sum something over all ranks inside of the loss."""
+    total = b["x"].sum() * p["leaf0"].sum()
+    if b["asks"]:
+        mesh = b["more"].layout.mesh
+        summed = zfunc.scatter(p["leaf1"] * b["x"].sum(), mesh, zfunc.P(), reduce="sum")
+        total = total + summed.local.sum()
+    return total
+
+
+def asks(mesh: zfunc.Mesh) -> Any:
+    step = zfunc.shard(asking, mesh)
+    state = step.init(params(), optim.sgd(RATE))
+    common = {"x": torch.ones(1), "more": zfunc.scatter(torch.ones(4), mesh, zfunc.Flat())}
+    with pytest.raises(zfunc.ProgramMismatchError) as caught:
+        step(state, common | {"asks": mesh.rank == 0})
+    state, metrics = step(state, common | {"asks": True})
+    return str(caught.value), float(metrics["loss"])
+
+
+def test_collectives_of_the_losses_themselves_must_agree() -> None:
+    right = float(params()["leaf0"].sum()) + 2 * float(params()["leaf1"].sum())
+    for text, value in ranks(2, asks):
+        assert "own collectives differ between ranks" in text
+        assert value == right
+
+
+def taught(p: Any, b: Any) -> Tensor:
+    """Some ranks read a teacher that comes in pieces with the batch."""
+    h = b["x"] @ p[b["name"]]
+    if b["reads"]:
+        h = h - b["x"] @ zfunc.gather(b["teacher"])
+    return h.square().sum()
+
+
+def teach(mesh: zfunc.Mesh, accum: int) -> Any:
+    teacher = zfunc.scatter(params()["leaf7"] + 1, mesh, zfunc.Flat())
+    rows = [row | {"teacher": teacher} for row in taught_rows(mesh.rank, accum)]
+    step = zfunc.shard(taught, mesh, accum=accum)
+    state = step.init(params(), optim.sgd(RATE))
+    for _ in range(2):
+        state, _ = step(state, rows if accum > 1 else rows[0])
+    with pytest.raises(zfunc.ProgramMismatchError) as caught:
+        other = {"teacher": teacher if mesh.rank else params()["leaf7"], "reads": False}
+        rows = [row | other | {"name": NAMES[mesh.rank]} for row in rows]
+        step(state, rows if accum > 1 else rows[0])
+    return gathered(state.params), str(caught.value)
+
+
+def taught_rows(rank: int, accum: int) -> list[Any]:
+    """Which rank reads the teacher, and which leaf, changes with the micro-batch."""
+    return [
+        {"x": batch(rank + k, [])["x"], "name": NAMES[rank + k], "reads": (rank + k) % 2 == 0}
+        for k in range(accum)
+    ]
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+def test_pieces_of_other_arguments_are_gathered_for_those_that_read_them(accum: int) -> None:
+    def dense_loss(p: Any, b: Any) -> Tensor:
+        h = b["x"] @ p[b["name"]]
+        return (h - b["x"] @ (params()["leaf7"] + 1) if b["reads"] else h).square().sum()
+
+    oracle = Oracle(dense_loss, params(), Sgd(RATE), axes={"shard": 3})
+    for _ in range(2):
+        oracle.step([taught_rows(rank, accum) for rank in range(3)])
+    for after, text in ranks(3, teach, accum):
+        assert_equal(after, oracle.tensors)
+        assert "Sharded leaves of other arguments differ" in text
+
+
+BUILDERS = ["_facts", "_packed", "_united", "with_ghosts"]
+
+
+def failing(mesh: zfunc.Mesh, builder: str, only: int) -> Any:
+    """One rank cannot build what was agreed on; then all can."""
+    rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
+    step = zfunc.shard(loss, mesh)
+    state = step.init(params(), optim.sgd(RATE))
+    original = getattr(zfunc.resolve, builder)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no room for a program")
+
+    seen = ""
+    mesh.comm.exchange(b"")  # pyright: ignore
+    if mesh.rank == only:
+        setattr(zfunc.resolve, builder, broken)
+    try:
+        step(state, rows[mesh.rank])
+    except (MemoryError, zfunc.RemoteRankError) as error:
+        seen = f"{type(error).__name__}: {error}"
+    finally:
+        setattr(zfunc.resolve, builder, original)
+    state, _ = step(state, rows[mesh.rank])
+    return seen, gathered(state.params)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_a_rank_that_cannot_build_the_union_is_an_error_everywhere(builder: str) -> None:
+    rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
+    for rank, (seen, after) in enumerate(run_ranks(2, failing, builder, 1)):
+        word = "MemoryError" if rank == 1 else "RemoteRankError: step 0 failed on rank 1"
+        assert seen.startswith(word) and "no room for a program" in seen
+        assert_equal(after, dense(rows))
+
+
+def test_the_update_of_a_union_lists_every_leaf() -> None:
+    rows = [batch(0, NAMES[:2]), batch(1, NAMES[2:3])]
+    for _, program, _ in ranks(2, train, rows):
+        (update,) = [op for op in program.ops if isinstance(op, Update)]
+        assert update.leaves == tuple(range(8))
+        assert collective_sequence(program)
