@@ -252,6 +252,22 @@ def test_pieces_of_other_arguments_are_gathered_for_those_that_read_them(accum: 
         assert "Sharded leaves of other arguments differ" in text
 
 
+def evaluate(mesh: zfunc.Mesh, rows: list[Any]) -> list[float]:
+    """Leaves that cannot travel together, some of which only one rank reads, and reads last."""
+    dtypes = [torch.float64, torch.float32, torch.bfloat16]
+    mixed = {n: p.to(d) for (n, p), d in zip(params().items(), dtypes * 3, strict=False)}
+    apply = zfunc.infer(lambda p, names: sum((p[n].double().sum() for n in names), 0.0), mesh)
+    pieces = zfunc.scatter(mixed, mesh, zfunc.Flat())
+    return [float(apply(pieces, rows[mesh.rank])) for _ in range(2)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_forwards_that_differ_unite(world: int) -> None:
+    rows = [tuple(NAMES[: 2 + rank]) for rank in range(world)]
+    for row, values in zip(rows, ranks(world, evaluate, rows), strict=True):
+        assert values == [float(sum(params()[name].sum() for name in row))] * 2
+
+
 BUILDERS = ["_facts", "_packed", "_united", "with_ghosts"]
 
 

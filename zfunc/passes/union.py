@@ -147,6 +147,8 @@ def with_ghosts(program: Program, merged: Sequence[Unit]) -> Program:
         if ends:
             ops += tail
         ops.append(op)
+    for ghost in remaining:  # a forward without collectives of its own has no status
+        token = _add_ghost(program, ghost, templates, values, ops, tail, token)
     return dataclasses.replace(program, values=tuple(values), ops=tuple(ops))
 
 
