@@ -8,6 +8,7 @@ computes what it would have computed alone.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,20 @@ from zfunc.program.ir import (
     Status,
     Value,
     Wait,
+    reads,
+    writes,
 )
 
-__all__ = ["Unit", "merge", "merge_all", "units", "with_ghosts", "with_weight", "with_zero_grads"]
+__all__ = [
+    "Unit",
+    "grads_done",
+    "merge",
+    "merge_all",
+    "units",
+    "with_ghosts",
+    "with_weight",
+    "with_zero_grads",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -49,8 +61,7 @@ class Unit:
 
 def units(program: Program) -> list[Unit]:
     """The sequence of collectives of a program after `pack`, in units that stay together."""
-    each = (_unit(program.ops, at) for at in range(len(program.ops)))
-    return [unit for unit in each if unit is not None]
+    return [unit for unit in _each_unit(program.ops) if unit is not None]
 
 
 def merge(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
@@ -87,14 +98,37 @@ def merge_all(sequences: Sequence[Sequence[Any]]) -> list[Any]:
     return merged
 
 
+def grads_done(program: Program) -> dict[int, int]:
+    """The leaves that have a gradient in a captured micro-batch: leaf -> the op after which."""
+    touched: dict[int, int] = {}
+    for at, op in enumerate(program.ops):
+        touched |= {program.values[value].owner: at for value in (*reads(op), *writes(op))}
+    return {
+        leaf: touched[program.values[grad].owner]
+        for leaf, grad in enumerate(program.micros[0].grads)
+        if grad is not None
+    }
+
+
 def with_zero_grads(program: Program, leaves: Sequence[int]) -> Program:
-    """Gives a captured micro-batch an explicit zero gradient for each of some leaves."""
+    """Gives a captured micro-batch an explicit zero gradient for each of some leaves.
+
+    Args:
+        program: one captured micro-batch.
+        leaves: in the order in which ranks have their gradients; a zero is made in its turn.
+    """
     (micro,) = program.micros
-    values, ops, grads = list(program.values), list(program.ops), list(micro.grads)
+    values, grads, done = list(program.values), list(micro.grads), grads_done(program)
+    after: dict[int, list[Op]] = {}
+    at = min((done[i] for i in leaves if i in done), default=len(program.ops)) - 1
     for i in leaves:
-        if grads[i] is None:
+        if i in done:
+            at = max(at, done[i])
+        else:
             leaf = program.leaves[i]
-            grads[i] = _zeros(values, ops, leaf, leaf.spec)
+            grads[i] = _zeros(values, after.setdefault(at, []), leaf, leaf.spec)
+    ops = [*after.get(-1, ())]
+    ops += [new for at, op in enumerate(program.ops) for new in (op, *after.get(at, ()))]
     return dataclasses.replace(
         program,
         values=tuple(values),
@@ -136,8 +170,7 @@ def with_ghosts(program: Program, merged: Sequence[Unit]) -> Program:
     token = 1 + max((op.token for op in program.ops if isinstance(op, Wait)), default=-1)
     templates = _templates(program)
     remaining = list(merged)
-    for at, op in enumerate(program.ops):
-        unit = _unit(program.ops, at)
+    for op, unit in zip(program.ops, _each_unit(program.ops), strict=True):
         ends = isinstance(op, Status)
         while remaining and (ends or unit is not None) and (ends or remaining[0] != unit):
             ghost = remaining.pop(0)
@@ -165,17 +198,25 @@ def _chain(ops: Sequence[Op], at: int) -> list[Reduce]:
     return chain
 
 
-def _unit(ops: Sequence[Op], at: int) -> Unit | None:
-    """The unit that begins at an op."""
-    op = ops[at]
-    if isinstance(op, Gather):
-        return Unit("gather", op.leaves, op.axis)
-    if isinstance(op, Collective):
-        return Unit("ask", (), f"{op.name} {op.axis} {op.shape}")
-    if isinstance(op, Reduce) and not _continues(ops, at):
-        detail = " ".join(f"{step.axis}:{step.scatter}" for step in _chain(ops, at))
-        return Unit("reduce", op.leaves, detail)
-    return None
+def _each_unit(ops: Sequence[Op]) -> list[Unit | None]:
+    """The unit that begins at each op.
+
+    The k-th reduce of a bucket is that of micro-batch k, on every rank: sums keep their order.
+    """
+    found: list[Unit | None] = []
+    seen: Counter[tuple[int, ...]] = Counter()
+    for at, op in enumerate(ops):
+        unit: Unit | None = None
+        if isinstance(op, Gather):
+            unit = Unit("gather", op.leaves, op.axis)
+        elif isinstance(op, Collective):
+            unit = Unit("ask", (), f"{op.name} {op.axis} {op.shape}")
+        elif isinstance(op, Reduce) and not _continues(ops, at):
+            steps = " ".join(f"{step.axis}:{step.scatter}" for step in _chain(ops, at))
+            unit = Unit("reduce", op.leaves, f"{seen[op.leaves]} {steps}")
+            seen[op.leaves] += 1
+        found.append(unit)
+    return found
 
 
 def _continues(ops: Sequence[Op], at: int) -> bool:
