@@ -8,7 +8,6 @@ computes what it would have computed alone.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,12 +198,8 @@ def _chain(ops: Sequence[Op], at: int) -> list[Reduce]:
 
 
 def _each_unit(ops: Sequence[Op]) -> list[Unit | None]:
-    """The unit that begins at each op.
-
-    The k-th reduce of a bucket is that of micro-batch k, on every rank: sums keep their order.
-    """
+    """The unit that begins at each op."""
     found: list[Unit | None] = []
-    seen: Counter[tuple[int, ...]] = Counter()
     for at, op in enumerate(ops):
         unit: Unit | None = None
         if isinstance(op, Gather):
@@ -213,8 +208,7 @@ def _each_unit(ops: Sequence[Op]) -> list[Unit | None]:
             unit = Unit("ask", (), f"{op.name} {op.axis} {op.shape}")
         elif isinstance(op, Reduce) and not _continues(ops, at):
             steps = " ".join(f"{step.axis}:{step.scatter}" for step in _chain(ops, at))
-            unit = Unit("reduce", op.leaves, f"{seen[op.leaves]} {steps}")
-            seen[op.leaves] += 1
+            unit = Unit("reduce", op.leaves, steps)
         found.append(unit)
     return found
 
