@@ -13,11 +13,11 @@ from torch import Tensor
 import zfunc
 import zfunc.resolve
 from tests.checker import check, check_same_collectives, collective_sequence
-from tests.harness import assert_equal, gathered, ranks
+from tests.harness import assert_equal, checked, checked_unions, gathered, planned, ranks
 from tests.oracle import Oracle, Sgd
 from tests.ranks import run_ranks
 from zfunc import optim
-from zfunc.program.ir import Call, Gather, Update
+from zfunc.program.ir import Call, Gather, Reduce, Update
 
 RATE = 2.0**-10
 NAMES = [f"leaf{i}" for i in range(8)]
@@ -84,6 +84,11 @@ def train(mesh: zfunc.Mesh, rows: list[Any], steps: int = 1, **options: Any) -> 
 def gathers(program: Any) -> list[int]:
     """The leaves gathered, in order."""
     return [i for op in program.ops if isinstance(op, Gather) for i in op.leaves]
+
+
+def reduces(program: Any) -> list[int]:
+    """The leaves whose gradients are reduced, in order."""
+    return [i for op in program.ops if isinstance(op, Reduce) for i in op.leaves]
 
 
 def test_ranks_that_differ_little_unite() -> None:
@@ -250,6 +255,44 @@ def test_pieces_of_other_arguments_are_gathered_for_those_that_read_them(accum: 
     for after, text in ranks(3, teach, accum):
         assert_equal(after, oracle.tensors)
         assert "Sharded leaves of other arguments differ" in text
+
+
+def expert_loss(p: Any, b: Any) -> Tensor:
+    h = b["x"] @ p["embed"]
+    for number in b["experts"]:
+        h = torch.relu(h @ p["experts"][number]).clamp(-8, 8)
+    return (h @ p["head"]).square().sum()
+
+
+def expert_params() -> Any:
+    ints = list(params().values())
+    return {"embed": ints[0], "experts": [*ints, *(leaf.t() for leaf in ints)], "head": ints[1]}
+
+
+def experts(mesh: zfunc.Mesh, rows: list[Any]) -> Any:
+    """No two leaves travel together."""
+    step = planned(zfunc.shard(expert_loss, mesh), checked(bucket_bytes=0))
+    state = step.init(expert_params(), optim.sgd(RATE))
+    state, _ = step(state, rows[mesh.rank])
+    return gathered(state.params), step._training.programs.resolved.values()[-1].program
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_with_experts_of_their_own_move_every_leaf_once(world: int) -> None:
+    """No rank repeats, for its zeros, a reduce that others have had their turn for."""
+    own = 8 // world
+    rows = [
+        batch(rank, []) | {"experts": tuple(range(rank * own, (rank + 1) * own))}
+        for rank in range(world)
+    ]
+    oracle = Oracle(expert_loss, expert_params(), Sgd(RATE), axes={"shard": world})
+    oracle.step([[row] for row in rows])
+    with checked_unions(bucket_bytes=0):
+        results = ranks(world, experts, rows)
+    for after, program in results:
+        assert_equal(after, oracle.tensors)
+        check(program)
+        assert sorted(gathers(program)) == sorted(reduces(program)) == [0, *range(1, 9), 17]
 
 
 def evaluate(mesh: zfunc.Mesh, rows: list[Any]) -> list[float]:

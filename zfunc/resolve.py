@@ -17,7 +17,15 @@ from zfunc.errors import BudgetError, ProgramMismatchError, explain
 from zfunc.passes import stages
 from zfunc.passes.buckets import first_uses
 from zfunc.passes.live import live_bytes
-from zfunc.passes.union import Unit, merge_all, units, with_ghosts, with_weight, with_zero_grads
+from zfunc.passes.union import (
+    Unit,
+    grads_done,
+    merge_all,
+    units,
+    with_ghosts,
+    with_weight,
+    with_zero_grads,
+)
 from zfunc.passes.whole import whole_program
 from zfunc.program.ir import Collective, Program
 from zfunc.programs import Compiled, Programs
@@ -33,7 +41,7 @@ class _Resolution:
 
     Attributes:
         leaf_order: the leaves that some rank uses, in an order that suits all.
-        grads: the leaves for which some rank has a gradient.
+        grads: the leaves for which some rank has a gradient, in the order of the backward passes.
         weighted: whether some rank's loss has a weight; then all count theirs.
         merged: the common sequence; None for the program that gathers all leaves first.
     """
@@ -99,8 +107,9 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
     mesh = programs.mesh
     rows = exchange_facts(mesh, _stated(own), what)
     _check_alike(rows, what)
-    order: tuple[int, ...] = tuple(dict.fromkeys(merge_all([row["order"] for row in rows])))
-    grads = tuple(sorted({leaf for row in rows for leaf in row["grads"]}))
+    order, grads = (
+        tuple(dict.fromkeys(merge_all([row[key] for row in rows]))) for key in ("order", "grads")
+    )
     agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
     if all(row["traced"] for row in rows):
         sequences = exchange_facts(mesh, _try_units(programs, own, agreed, update), what)
@@ -167,15 +176,13 @@ def _facts(own: Compiled) -> dict[str, Any]:
         for leaf in micro.leaves
         if not leaf.is_param
     ]
-    grads = {
-        i for micro in own.micros for i, g in enumerate(micro.micros[0].grads) if g is not None
-    }
+    done = [grads_done(micro) for micro in own.micros]
     return {
         "traced": own.rung == "traced",
         "asks": asks,
         "given": given,
         "order": list(dict.fromkeys(_uses(own.micros))),
-        "grads": sorted(grads),
+        "grads": merge_all([sorted(each, key=each.__getitem__) for each in done]),
         "weighted": any(micro.micros[0].weight is not None for micro in own.micros),
     }
 

@@ -22,6 +22,7 @@ from zfunc.passes import stages
 from zfunc.passes.buckets import first_uses
 from zfunc.passes.union import (
     Unit,
+    grads_done,
     merge,
     merge_all,
     units,
@@ -30,7 +31,7 @@ from zfunc.passes.union import (
     with_zero_grads,
 )
 from zfunc.program.digest import digest
-from zfunc.program.ir import Accumulate, Compute, Gather, Program, Reduce, Status, writes
+from zfunc.program.ir import Accumulate, Compute, Free, Gather, Program, Reduce, Status, writes
 
 SHORT = st.lists(st.integers(0, 2), max_size=4)
 AXES = st.sampled_from([{"shard": 2}, {"shard": 3}, {"replica": 2, "shard": 2}])
@@ -123,7 +124,8 @@ def test_every_rank_gets_the_same_collectives_and_keeps_its_computation(
 ) -> None:
     made = [[captured(names, axes)[0] for names in rank] for rank in reads]
     mesh = zfunc.abstract_mesh(axes)
-    used = sorted({i for rank in made for micro in rank for i in grads_of(micro)})
+    used = merge_all([sorted(grads_of(micro)) for rank in made for micro in rank])
+    used = list(dict.fromkeys(used))
     micros = [[with_zero_grads(micro, used) for micro in rank] for rank in made]
     order = list(dict.fromkeys(merge_all([first_uses(m.leaves, m.ops, {}) for (m, *_) in micros])))
     order += [leaf for leaf in used if leaf not in order]
@@ -137,7 +139,7 @@ def test_every_rank_gets_the_same_collectives_and_keeps_its_computation(
         check(program, before=before, united=True, budget_bytes=max(live_bytes(program)))
         check_same_collectives(program, programs[0])
         assert digest(program) == digest(programs[0])
-        assert units(program) == merged
+        assert [unit.leaves for unit in units(program)] == [unit.leaves for unit in merged]
         assert contains(program.ops, alone.ops), "nothing of its own is lost or moved"
         moved = {i for op in program.ops if isinstance(op, Gather | Reduce) for i in op.leaves}
         assert moved == set(used), "what no rank reads is not communicated"
@@ -165,9 +167,9 @@ def test_forward_programs_end_with_what_only_others_read(reads: list[list[str]])
 
 def test_what_only_others_need_is_zeros_and_a_copy_that_is_dropped_at_once() -> None:
     (one, mesh), (other, _) = captured("ab"), captured("b")
-    one, other = (with_zero_grads(micro, (0, 1)) for micro in (one, other))
+    one, other = (with_zero_grads(micro, (1, 0)) for micro in (one, other))
     ours, theirs = (packed([m], mesh, update=True, leaf_order=(0, 1)) for m in (one, other))
-    merged = [Unit("reduce", (0,), "shard:True"), *merge(units(ours), units(theirs))]
+    merged = [Unit("reduce", (0,), "0 shard:True"), *merge(units(ours), units(theirs))]
     program = with_ghosts(theirs, merged)
     check(program)
     at = next(i for i, op in enumerate(program.ops) if isinstance(op, Reduce))
@@ -175,7 +177,8 @@ def test_what_only_others_need_is_zeros_and_a_copy_that_is_dropped_at_once() -> 
     assert isinstance(made, Compute) and isinstance(reduce, Reduce)
     assert made.target is torch.ops.aten.zeros.default and made.outs == reduce.ins
     gathers = [i for i, op in enumerate(program.ops) if isinstance(op, Gather)]
-    assert [program.ops[i + 2].values for i in gathers[:1]] == [program.ops[gathers[0]].outs]  # pyright: ignore
+    first, _, freed = program.ops[gathers[0] : gathers[0] + 3]
+    assert isinstance(freed, Free) and writes(first) == freed.values
     status = next(op for op in program.ops if isinstance(op, Status))
     (added,) = [op for op in program.ops if isinstance(op, Accumulate)]
     assert added.ins == reduce.outs and set(added.into) <= set(status.grads)
@@ -184,13 +187,16 @@ def test_what_only_others_need_is_zeros_and_a_copy_that_is_dropped_at_once() -> 
 def test_zero_gradients_are_given_to_those_that_have_none() -> None:
     micro, _ = captured("bd")
     assert grads_of(micro) == [1, 3]
-    filled = with_zero_grads(micro, (0, 1))
-    assert grads_of(filled) == [0, 1, 3]
-    assert filled.micros[0].grads[1] == micro.micros[0].grads[1]
-    (made,) = filled.ops[len(micro.ops) :]
-    assert isinstance(made, Compute) and writes(made) == (filled.micros[0].grads[0],)
-    assert made.target(*made.args, **dict(made.kwargs)).equal(torch.zeros(4, 4))
-    assert with_zero_grads(filled, (0, 1, 3)) == filled
+    filled = with_zero_grads(micro, (0, 3, 2, 1))
+    assert grads_of(filled) == [0, 1, 2, 3]
+    assert contains(filled.ops, micro.ops) and len(filled.ops) == len(micro.ops) + 2
+    for leaf in (0, 2):
+        made = next(op for op in filled.ops if filled.micros[0].grads[leaf] in writes(op))
+        assert isinstance(made, Compute)
+        assert made.target(*made.args, **dict(made.kwargs)).equal(torch.zeros(4, 4))
+    done = grads_done(filled)
+    assert sorted(done, key=done.__getitem__) == [0, 3, 2, 1], "each zero is made in its turn"
+    assert with_zero_grads(filled, (0, 3, 2, 1)) == filled
 
 
 def test_a_loss_without_a_weight_counts_once() -> None:
