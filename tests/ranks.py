@@ -71,7 +71,7 @@ class Ranks:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "zfunc.comm"])
+        context.set_forkserver_preload(["torch.distributed", "zfunc.comm", "tests.warm"])
         self._pipes: list[Connection] = []
         self.processes: list[Any] = []
         for rank in range(size):

@@ -8,6 +8,7 @@ comes after a fault can be compared bit for bit with a dense run that had none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,11 +20,13 @@ from tests.harness import gathered, integers, planned, tight
 from tests.oracle import Oracle, Sgd
 from zfunc import optim
 from zfunc.execute import Executor
-from zfunc.program.ir import Status
+from zfunc.passes import build
+from zfunc.program.ir import Program, Status
 
 __all__ = ["CASES", "Case", "Training", "act_at", "expected", "fault", "report"]
 
 RATE = 2.0**-10
+BUCKET_BYTES = 300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +67,11 @@ CASES = {
     "apart": Case(apart=True),
     "dynamic": Case(dynamic=True),
 }
+
+
+def _under(limit: int, captured: Any, mesh: zfunc.Mesh, **given: Any) -> Program:
+    settings = given | {"live_bytes": limit, "bucket_bytes": BUCKET_BYTES}
+    return build(captured, mesh, **settings)
 
 
 def loss(params: Any, batch: Any) -> Tensor:
@@ -116,12 +124,23 @@ class Training:
         state: the newest.
     """
 
-    def __init__(self, mesh: zfunc.Mesh, case: Case, **options: Any):
+    def __init__(self, mesh: zfunc.Mesh, case: Case, *, limit: int | None = None, **options: Any):
+        """Makes the step and its state.
+
+        Args:
+            mesh: the mesh.
+            case: the case.
+            limit: the smallest budget if it is known, so that nothing is searched or checked.
+            options: further options of `shard`.
+        """
         self.mesh = mesh
         self.case = case
-        step = zfunc.shard(loss, mesh, specs=case.specs, accum=case.accum, **options)
-        least = tight(0.0, bucket_bytes=300)
-        self.run = planned(step, least) if case.live_bytes == "least" else step
+        self.run = step = zfunc.shard(loss, mesh, specs=case.specs, accum=case.accum, **options)
+        if case.live_bytes == "least":
+            plan = tight(0.0, bucket_bytes=BUCKET_BYTES)
+            if limit is not None:
+                plan = functools.partial(_under, limit)
+            self.run = planned(step, plan)
         self.state = self.run.init(params(), optim.sgd(RATE))
 
     @property
