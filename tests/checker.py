@@ -53,9 +53,10 @@ def check(
     *,
     budget_bytes: int | None = None,
     before: Program | Sequence[Program] | None = None,
+    united: bool = False,
 ) -> None:
     """Raises `CheckError` unless a program after all passes is sound."""
-    check_stage(program, "prefetch", budget_bytes=budget_bytes, before=before)
+    check_stage(program, "prefetch", budget_bytes=budget_bytes, before=before, united=united)
 
 
 def check_stage(
@@ -64,6 +65,7 @@ def check_stage(
     *,
     budget_bytes: int | None = None,
     before: Program | Sequence[Program] | None = None,
+    united: bool = False,
 ) -> None:
     """Raises `CheckError` unless a program is sound as far as it can be after `stage`.
 
@@ -72,6 +74,7 @@ def check_stage(
         stage: one of `STAGES`.
         budget_bytes: the most live bytes; the program's own limit if not given.
         before: the program that the pass was given, or one per micro-batch.
+        united: whether it takes part in what only other ranks need.
     """
     planned = STAGES.index(stage) >= STAGES.index("pack")
     _Machine(program, planned).run()
@@ -81,7 +84,7 @@ def check_stage(
             if nbytes > limit:
                 _fail(at, program.ops[at], f"{nbytes} live bytes exceed the budget of {limit}")
     if before is not None:
-        check_same_computation(program, before)
+        check_same_computation(program, before, united=united)
 
 
 def _fail(at: int, op: Op | None, rule: str) -> NoReturn:

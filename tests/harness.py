@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from hypothesis import Phase, settings
 from torch import Tensor
 
 import zfunc
+import zfunc.resolve
 from tests.checker import check_stage
 from zfunc import tree
 from zfunc.passes import build, stages
@@ -25,6 +28,7 @@ __all__ = [
     "assert_equal",
     "bits",
     "checked",
+    "checked_unions",
     "examples",
     "gathered",
     "integers",
@@ -70,6 +74,21 @@ def checked(**options: Any) -> Plan:
         return before
 
     return plan
+
+
+@contextlib.contextmanager
+def checked_unions(**options: Any) -> Iterator[None]:
+    """Where ranks unite their programs: under some options, checked after every pass."""
+
+    def checked_stages(micros: Sequence[Program], mesh: zfunc.Mesh, **given: Any) -> Any:
+        before: Any = micros
+        for name, program in stages(micros, mesh, **(given | options)):
+            check_stage(program, name, before=before)
+            before = program
+            yield name, program
+
+    with mock.patch.object(zfunc.resolve, "stages", checked_stages):
+        yield
 
 
 def tight(fraction: float, **options: Any) -> Plan:
@@ -130,7 +149,7 @@ def assert_equal(
             assert a is None and b is None, f"leaf {index}: {a} against {b}"
             continue
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"leaf {index}: {a} against {b}"
-        if tol == 0.0:
+        if tol == 0.0 or not (a.is_floating_point() or a.is_complex()):
             assert torch.equal(a, b), f"leaf {index}: {a} against {b}"
         elif a.numel():
             scale = max(1.0, float(b.abs().max()))

@@ -87,6 +87,7 @@ class Oracle:
 
     Attributes:
         params: the parameters now; replaced, never written.
+        whole_grads: per tensor leaf, whether micro-batches are summed before ranks.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Oracle:
         self._loss_fn, self._tx, self._axes = loss_fn, tx, axes
         self._has_aux, self._clip, self._ignore = has_aux, clip, ignore_nonfinite
         same = isinstance(whole_grads, bool)
-        self._whole = [whole_grads] * len(self._leaves) if same else list(whole_grads)
+        self.whole_grads = [whole_grads] * len(self._leaves) if same else list(whole_grads)
 
     @property
     def params(self) -> Any:
@@ -140,6 +141,10 @@ class Oracle:
     def tensors(self) -> list[Tensor]:
         """The tensor leaves, in canonical order."""
         return list(self._leaves)
+
+    def resume(self, tensors: Sequence[Tensor]) -> None:
+        """Goes on from other leaves, with the optimizer's memory as it is."""
+        self._leaves = [x.clone() for x in tensors]
 
     @property
     def counts(self) -> list[int]:
@@ -167,7 +172,8 @@ class Oracle:
                 grads.append(None)
                 continue
             table = [[run.grads[index] for run in row] for row in runs]
-            grads.append(self._sum(table, whole=self._whole[index]) / divisor if divisor else None)
+            total_grad = self._sum(table, whole=self.whole_grads[index])
+            grads.append(total_grad / divisor if divisor else None)
         loss = total / divisor if divisor else math.nan
         present = [grad for grad in grads if grad is not None]
         norm = math.sqrt(sum(float((g.abs().double() ** 2).sum()) for g in present))

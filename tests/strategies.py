@@ -7,21 +7,31 @@ small integers, so that values stay exact and equality may be asked bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
 from tests.harness import integers
+from tests.instructions import INSTRUCTIONS, WIDTH
 from zfunc import tree
 
-__all__ = ["Pair", "Recipe", "Run", "batch_rows", "recipes", "runs", "trees"]
-
-WIDTH = 4
+__all__ = [
+    "Pair",
+    "Recipe",
+    "Run",
+    "batch_rows",
+    "batches",
+    "recipes",
+    "recipes_up_to",
+    "runs",
+    "tensors_of",
+    "trees",
+]
 
 
 class Pair(NamedTuple):
@@ -42,13 +52,34 @@ SHAPES = st.one_of(
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A tensor leaf to be made."""
+    """A tensor leaf to be made.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        form: how it lies in memory: one of `FORMS`.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    form: str = "dense"
+
+    def make(self, generator: torch.Generator) -> Tensor:
+        """Small integers."""
+        if self.form == "transposed":
+            dims = tuple(reversed(range(len(self.shape))))
+            return integers(generator, self.shape[::-1], self.dtype).permute(dims)
+        if self.form == "expanded" and self.shape:
+            return integers(generator, self.shape[1:], self.dtype).expand(self.shape)
+        if self.form == "view":
+            numel = math.prod(self.shape)
+            return integers(generator, (numel + 3,), self.dtype)[2 : 2 + numel].view(self.shape)
+        return integers(generator, self.shape, self.dtype)
 
 
-_SPECS = st.builds(Spec, SHAPES, st.sampled_from(DTYPES + FROZEN))
+FORMS = ["dense"] * 6 + ["transposed", "expanded", "view"]
+
+_SPECS = st.builds(Spec, SHAPES, st.sampled_from(DTYPES + FROZEN), st.sampled_from(FORMS))
 _NODES = st.recursive(
     st.one_of(_SPECS, _SPECS, _SPECS, STATICS),
     lambda inner: st.one_of(
@@ -64,15 +95,13 @@ _NODES = st.recursive(
 
 @st.composite
 def trees(draw: Any) -> Any:
-    """A tree of parameters with at least one leaf that trains."""
+    """A tree of parameters with at least one leaf that trains, perhaps with one tensor twice."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
     specs = {"main": Spec((3, 5), torch.float64), "rest": draw(_NODES)}
-    return tree.map(
-        lambda leaf: (
-            integers(generator, leaf.shape, leaf.dtype) if isinstance(leaf, Spec) else leaf
-        ),
-        specs,
-    )
+    made = tree.map(lambda x: x.make(generator) if isinstance(x, Spec) else x, specs)
+    if draw(st.sampled_from([False, False, False, True])):
+        made["rest"] = [made["rest"], made["main"]]
+    return made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +119,7 @@ class Recipe:
     has_aux: bool = False
 
     def __call__(self, params: Any, batch: Any) -> Any:
-        leaves = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+        leaves = tensors_of(params)
         h = batch["x"].sum(0)
         for name, i, j in self.steps:
             one, other = leaves[i % len(leaves)], leaves[j % len(leaves)]
@@ -100,102 +129,51 @@ class Recipe:
             loss = loss, batch["weight"]
         return (loss, {"h": h, "name": "aux"}) if self.has_aux else loss
 
-
-def real(x: Tensor) -> Tensor:
-    """A leaf, or its real part."""
-    return x.real if x.is_complex() else x
-
-
-def vector(x: Tensor) -> Tensor:
-    """Any leaf as a vector of float64."""
-    return real(x).reshape(-1).double()
+    def has(self, instruction: str) -> bool:
+        """Whether an instruction is among its steps."""
+        return any(name == instruction for name, _, _ in self.steps)
 
 
-def padded(x: Tensor, size: int = WIDTH) -> Tensor:
-    """The first elements of a leaf, and zeros behind them."""
-    flat = vector(x)[:size]
-    return F.pad(flat, (0, size - flat.numel()))
+def recipes_up_to(length: int) -> st.SearchStrategy[Recipe]:
+    """Losses of so many instructions."""
+    step = st.tuples(st.sampled_from(sorted(INSTRUCTIONS)), st.integers(0, 9), st.integers(0, 9))
+    return st.builds(
+        Recipe,
+        st.lists(step, min_size=1, max_size=length).map(tuple),
+        weighted=st.sampled_from([False, False, True]),
+        has_aux=st.booleans(),
+    )
 
 
-def square(x: Tensor) -> Tensor:
-    """A leaf as a matrix."""
-    return padded(x, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
+recipes = recipes_up_to(6)
 
 
-def _tied(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
-    size = min(a.numel(), b.numel(), 5)
-    return h + (vector(a)[:size] * vector(b)[:size]).sum()
-
-
-def _in_place(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
-    out = h * 1
-    out.add_(padded(a))
-    out[0] += 1
-    out[1:3].mul_(2)
-    out.relu_()
-    return out + padded(b)
-
-
-def _embedding(h: Tensor, a: Tensor, _: Tensor, batch: Any) -> Tensor:
-    return h + F.embedding(batch["index"], padded(a).reshape(-1, 1)).reshape(-1)
-
-
-def _rematerialised(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
-    @zfunc.remat
-    def block(h: Tensor) -> Tensor:
-        return torch.relu(square(a) @ h).clamp(-8, 8) * (1 + padded(b))
-
-    return block(block(h).clamp(-8, 8))
-
-
-def _looks(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
-    return h + padded(a) if float(h.detach().sum()) > 0 else h - padded(b)
-
-
-def _complex_norm(h: Tensor, a: Tensor, _: Tensor, __: Any) -> Tensor:
-    return h + (a * a.conj()).real.sum().double() if a.is_complex() else h + vector(a).sum()
-
-
-INSTRUCTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Any], Tensor]] = {
-    "add": lambda h, a, b, _: h + padded(a),
-    "sum": lambda h, a, b, _: h + vector(a).sum(),
-    "matmul": lambda h, a, b, _: square(a) @ h,
-    "transposed": lambda h, a, b, _: square(a).t() @ h + padded(b.flatten()[-2:]),
-    "tied": _tied,
-    "stacked": lambda h, a, b, _: torch.stack([padded(a), padded(b), padded(a)]).sum(0) * h,
-    "from parameters": lambda h, a, b, _: h * (vector(a) ** 2).sum().clamp(max=3) + padded(b),
-    "cast": lambda h, a, b, _: h + padded(real(a).to(torch.float32).to(torch.bfloat16)),
-    "relu": lambda h, a, b, _: torch.relu(h) * padded(a),
-    "branch": lambda h, a, b, _: -h if a.dim() % 2 else h + padded(b),
-    "frozen here": lambda h, a, b, _: h + padded(a.detach()) * padded(b),
-    "batch": lambda h, a, b, batch: h + batch["x"].sum() * padded(a),
-    "in place": _in_place,
-    "embedding": _embedding,
-    "remat": _rematerialised,
-    "complex": _complex_norm,
-    "looks at a value": _looks,
-}
-
-recipes = st.builds(
-    Recipe,
-    st.lists(
-        st.tuples(st.sampled_from(sorted(INSTRUCTIONS)), st.integers(0, 9), st.integers(0, 9)),
-        min_size=1,
-        max_size=6,
-    ).map(tuple),
-    weighted=st.sampled_from([False, False, True]),
-    has_aux=st.booleans(),
-)
-
-
-def batch_rows(rows: int, seed: int) -> dict[str, Tensor]:
+def batch_rows(rows: int, seed: int, step: int = 0) -> dict[str, Any]:
     """One micro-batch."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "x": integers(generator, (rows, WIDTH)),
         "index": torch.randint(0, WIDTH, (WIDTH,), generator=generator),
         "weight": torch.randint(0, 3, (), generator=generator).double(),
+        "step": step,
     }
+
+
+def batches(run: Run, step: int, *, branches: bool = False) -> list[list[Any]]:
+    """`[rank][micro]`; the number of rows differs between micro-batches and between ranks.
+
+    Args:
+        run: how the step is run.
+        step: which step's.
+        branches: whether losses may branch on the number of the step.
+    """
+    return [
+        [
+            batch_rows((rows + rank) % 4, 1000 * step + 10 * rank + micro, step if branches else 0)
+            for micro, rows in enumerate(run.rows)
+        ]
+        for rank in range(run.world)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,40 +205,85 @@ class Run:
     @property
     def world(self) -> int:
         """The number of ranks."""
-        size = 1
-        for ranks in self.axes.values():
-            size *= ranks
-        return size
+        return math.prod(self.axes.values())
 
-    def trainable(self, tensors: Sequence[Tensor]) -> list[bool]:
+    def trainable(self, params: Any) -> list[bool]:
         """Which tensor leaves train."""
-        chosen = {i % len(tensors) for i in self.frozen}
-        return [i not in chosen for i in range(len(tensors))]
+        count = len(tensors_of(params))
+        chosen = {i % count for i in self.frozen}
+        return [i not in chosen for i in range(count)]
+
+    def trainable_tree(self, params: Any) -> Any:
+        """The same as a tree; what is no tensor is True."""
+        leaves, structure = tree.flatten(params)
+        flags = iter(self.trainable(params))
+        return tree.unflatten(structure, [not isinstance(x, Tensor) or next(flags) for x in leaves])
+
+    def whole_grads(self, params: Any) -> list[bool]:
+        """Which tensor leaves have gradients that are whole on every rank, worked out by hand."""
+        by_class = isinstance(self.specs, Mapping) and "params" in self.specs
+        specs = self.specs.get("grads", self.specs["params"]) if by_class else self.specs
+        each = specs if isinstance(specs, Mapping) else {"main": specs, "rest": specs}
+        return [
+            isinstance(spec, zfunc.P) or x.numel() < spec.min_numel
+            for i, x in enumerate(tensors_of(params))
+            for spec in [each["rest" if i else "main"]]
+        ]
+
+    def options(self, params: Any) -> dict[str, Any]:
+        """What `shard` takes."""
+        return {
+            "specs": self.specs,
+            "trainable": self.trainable_tree(params),
+            "remat": zfunc.policies.nothing if self.remat else None,
+            "accum": len(self.rows),
+            "donate": self.donate,
+        }
 
 
-SPECS = [
-    zfunc.zero(1),
-    zfunc.zero(2),
-    zfunc.zero(3),
-    zfunc.zero(3),
-    {"main": zfunc.P(), "rest": zfunc.Flat()},
-    zfunc.Flat(min_numel=6),
-    zfunc.P(),
+def tensors_of(params: Any) -> list[Tensor]:
+    """The tensor leaves of a tree, in canonical order."""
+    return [x for x in tree.leaves(params) if isinstance(x, Tensor)]
+
+
+AXES: list[dict[str, int]] = [
+    *[{"shard": 2}] * 5,
+    *[{"shard": 1}, {"shard": 3}, {"shard": 3}, {"shard": 4}],
+    *[{"replica": 2, "shard": 2}, {"shard": 2, "replica": 2}],
+    *[{"replica": 1, "shard": 2}, {"replica": 2, "shard": 1}],
 ]
 
-runs = st.builds(
-    Run,
-    axes=st.sampled_from(
-        [{"shard": 2}] * 5
-        + [{"shard": 1}, {"shard": 3}, {"replica": 1, "shard": 2}]
-        + [{"replica": 2, "shard": 2}, {"shard": 2, "replica": 2}]
-    ),
-    specs=st.sampled_from(SPECS),
-    rows=st.sampled_from([(3,), (2,), (0,), (2, 3), (1, 1), (2, 0, 1)]),
-    frozen=st.lists(st.integers(0, 9), max_size=2).map(tuple),
-    budget=st.sampled_from([0.0, 0.2, 0.6, 1.0]),
-    bucket_bytes=st.sampled_from([0, 100, 1 << 20]),
-    ahead_bytes=st.sampled_from([None, 0, 150]),
-    remat=st.booleans(),
-    donate=st.booleans(),
-)
+
+def specs_over(axis: str) -> st.SearchStrategy[Any]:
+    """Specs of every form over one axis; params nest in grads, grads in optimizer state."""
+    flat = st.builds(zfunc.Flat, st.just(axis), st.sampled_from([0, 0, 6]))
+    one = st.one_of(flat, st.just(zfunc.P()))
+    cut = zfunc.Flat(axis)
+    return st.one_of(
+        st.sampled_from([1, 2, 3, 3]).map(lambda stage: zfunc.zero(stage, axis)),
+        one,
+        st.fixed_dictionaries({"main": one, "rest": one}),
+        st.fixed_dictionaries({"params": one, "grads": st.just(cut), "opt": st.just(cut)}),
+        st.just({"params": zfunc.P(), "opt": cut}),
+        st.just({"params": zfunc.Flat(axis, 6), "grads": zfunc.Flat(axis, 3), "opt": cut}),
+        st.just({"params": {"main": cut, "rest": zfunc.P()}, "grads": cut, "opt": cut}),
+    )
+
+
+@st.composite
+def _runs(draw: Any) -> Run:
+    axes = draw(st.sampled_from(AXES))
+    return Run(
+        axes=axes,
+        specs=draw(st.sampled_from(sorted(axes)).flatmap(specs_over)),
+        rows=draw(st.sampled_from([(3,), (3,), (2,), (0,), (2, 3), (1, 1), (2, 0, 1)])),
+        frozen=tuple(draw(st.lists(st.integers(0, 9), max_size=2))),
+        budget=draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])),
+        bucket_bytes=draw(st.sampled_from([0, 100, 1 << 20])),
+        ahead_bytes=draw(st.sampled_from([None, 0, 150])),
+        remat=draw(st.booleans()),
+        donate=draw(st.booleans()),
+    )
+
+
+runs = _runs()

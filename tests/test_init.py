@@ -132,6 +132,8 @@ def test_leaves_as_the_caller_laid_them_out() -> None:
         "transposed": base.view(4, 6).t(),
         "strided": base[1::5],
         "expanded": torch.ones(3, 1).expand(3, 4),
+        "expanded to one": torch.ones(()).expand(1),
+        "expanded to none": torch.ones(()).expand(0),
         "channels last": nested,
         "grad": torch.ones(2, requires_grad=True),
         "parameter": torch.nn.Parameter(torch.ones(3)),

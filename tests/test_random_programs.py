@@ -1,217 +1,277 @@
 """Random programs: any tree, loss, mesh and plan, and ranks that follow losses of their own.
 
-Each is trained densely by plain autograd in one process; data are small integers, so gradients and
-descent must agree bit for bit. Every program that runs has been through the checker. 200 examples
-in CI; `HYPOTHESIS_PROFILE=soak` draws 10,000, others in every run.
+Each is trained densely by plain autograd in one process. Data are small integers: gradients, and
+descent along them, must agree bit for bit; Adam within 1e-10, one update after the other. Every
+program that runs has been through the checker, after every pass and after ranks were united. 200
+examples in CI; `HYPOTHESIS_PROFILE=soak` draws 10,000, others in every run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
-from tests.checker import check as check_program
-from tests.checker import check_same_collectives
-from tests.harness import assert_equal, examples, gathered, planned, ranks, tight
+from tests.checker import check, check_same_collectives
+from tests.harness import checked, checked_unions, examples, gathered, planned, ranks, tight
 from tests.oracle import Adamw, Oracle, Result, Sgd
-from tests.strategies import Recipe, Run, batch_rows, recipes, runs, trees
-from zfunc import optim, tree
+from tests.strategies import Recipe, Run, batches, recipes, recipes_up_to, runs, trees
+from zfunc import optim
+from zfunc.programs import Compiled
 
-RATE = 2.0**-12
+SOAK = settings.get_current_profile_name() == "soak"
+pytestmark = pytest.mark.timeout(0 if SOAK else 300)
 
-
-def whole_grads(specs: Any, params: Any) -> list[bool]:
-    """Which tensor leaves have gradients that are whole on every rank, written out by hand."""
-    tensors = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
-    if specs == zfunc.zero(1) or specs == zfunc.P():
-        return [True] * len(tensors)
-    if isinstance(specs, dict) and "main" in specs:
-        return [x is params["main"] for x in tensors]
-    min_numel = specs.min_numel if isinstance(specs, zfunc.Flat) else 0
-    return [x.numel() < min_numel for x in tensors]
+TXS = {"sgd": (optim.sgd(2.0**-12), Sgd(2.0**-12)), "adamw": (optim.adamw(0.25), Adamw(0.25))}
 
 
-def trainable_tree(run: Run, params: Any) -> Any:
-    leaves, structure = tree.flatten(params)
-    flags = iter(run.trainable([x for x in leaves if isinstance(x, Tensor)]))
-    return tree.unflatten(
-        structure, [next(flags) if isinstance(x, Tensor) else True for x in leaves]
-    )
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One call of a step on one rank.
+
+    Attributes:
+        loss: the mean loss.
+        aux: what the loss returned besides, per micro-batch; empty if nothing.
+        metrics: those of a step; None for a gradient.
+        leaves: the whole leaves after a step, or the whole gradients.
+        own: what the rank captured.
+        united: what it ran if ranks' programs differed.
+        whole: whether what ranks agreed on last gathers everything first.
+    """
+
+    loss: float
+    aux: list[Any]
+    metrics: Any
+    leaves: list[Tensor]
+    own: Compiled
+    united: Compiled | None
+    whole: bool
 
 
-def batches(run: Run, step: int) -> list[list[Any]]:
-    """`[rank][micro]`; the number of rows differs between micro-batches and between ranks."""
-    return [
-        [
-            batch_rows((rows + rank) % 4, 1000 * step + 10 * rank + micro)
-            for micro, rows in enumerate(run.rows)
-        ]
-        for rank in range(run.world)
-    ]
+class Growing:
+    """A step whose budget grows to what its errors name, as often as they do."""
+
+    def __init__(self, make: Callable[[int | None], zfunc.Step], limit: int | None):
+        self._make, self._limit = make, limit
+        self.step = make(limit)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Calls a method; after a refusal every rank tries again, from the same state."""
+        for _ in range(20):
+            try:
+                return getattr(self.step, name)(*args)
+            except zfunc.BudgetError as error:
+                assert self._limit is not None and error.needed_bytes > self._limit
+                self._limit = error.needed_bytes
+            except zfunc.RemoteRankError as error:
+                assert "BudgetError" in str(error) or "live_bytes" in str(error), error
+            self.step = self._make(self._limit)
+        raise AssertionError(f"no end of larger budgets, the last one of {self._limit}")
 
 
-def make_step(mesh: zfunc.Mesh, recipe: Any, params: Any, run: Run) -> zfunc.Step:
-    step = zfunc.shard(
-        recipe,
-        mesh,
-        specs=run.specs,
-        trainable=trainable_tree(run, params),
-        remat=zfunc.policies.nothing if run.remat else None,
-        accum=len(run.rows),
-        has_aux=recipe.has_aux,
-        donate=run.donate,
-    )
-    plan = tight(run.budget, bucket_bytes=run.bucket_bytes, ahead_bytes=run.ahead_bytes)
-    return planned(step, plan)
-
-
-def looks(recipe: Recipe) -> bool:
-    """Whether a loss is run by Python, since it looks at a value."""
-    return any(name == "looks at a value" for name, _, _ in recipe.steps)
-
-
-def check_programs(step: zfunc.Step) -> Any:
-    """Checks every program that a rank has run; returns the last."""
-    programs = step._training.programs
-    ran = [*programs.compiled, *programs.resolved.values()]
-    for compiled in ran:
-        check_program(compiled.program)
-    return ran[-1].program
-
-
-def train(mesh: zfunc.Mesh, recipe: Any, params: Any, run: Run, tx: Any, data: Any) -> Any:
-    """On one rank: gradients at the start, then some steps; whole leaves and metrics."""
-    step = make_step(mesh, recipe, params, run)
-    state = step.init(params, tx)
+def train(
+    mesh: zfunc.Mesh, make: Any, limit: int | None, params: Any, run: Run, data: Any, grads: bool
+) -> Any:
+    """On one rank: a gradient if wanted, then training with each optimizer from the start."""
+    step = Growing(functools.partial(make, mesh), limit)
     mine = [rows[mesh.rank] if len(run.rows) > 1 else rows[mesh.rank][0] for rows in data]
-    value, grads = step.value_and_grad(state.params, mine[0])
-    seen = []
-    for batch in mine:
-        state, metrics = step(state, batch)
-        seen.append((metrics, gathered(state.params)))
-    check_programs(step)
-    return value, gathered(grads), seen
+    many = len(run.rows) > 1
+    seen: dict[str, list[Seen]] = {}
+    for name, (tx, _) in TXS.items():
+        state = step.step.init(params, tx)
+        if grads and not seen:
+            value, found = step.call("value_and_grad", state.params, mine[0])
+            loss, aux = value if isinstance(value, tuple) else (value, None)
+            seen["grad"] = [_seen(step.step, loss, aux, many, None, gathered(found))]
+        seen[name] = []
+        for batch in mine:
+            state, m = step.call("__call__", state, batch)
+            after = gathered(state.params)
+            seen[name].append(_seen(step.step, m["loss"], m.get("aux"), many, m, after))
+    return seen
 
 
-def check(got: Any, expected: Result, rank: int, run: Run) -> None:
-    """Compares the metrics of one step."""
-    loss = float(got["loss"])
-    assert loss == expected.loss or (math.isnan(loss) and math.isnan(expected.loss))
-    assert bool(got["skipped"]) == expected.skipped
-    if not expected.skipped:
-        assert float(got["grad_norm"]) == pytest.approx(expected.norm, rel=1e-12)
-    if "aux" in got:
-        each = got["aux"] if len(run.rows) > 1 else [got["aux"]]
-        for one, other in zip(each, expected.aux[rank], strict=True):
-            assert one["name"] == "aux"
-            assert torch.equal(one["h"], other["h"])
+def _seen(
+    step: zfunc.Step, loss: Tensor, aux: Any, many: bool, metrics: Any, leaves: list[Tensor]
+) -> Seen:
+    programs = step._training.programs
+    united = programs.resolved.values()[-1] if programs.resolved.values() else None
+    agreed = programs.agreed.values()
+    whole = bool(agreed) and agreed[-1].merged is None
+    each = [] if aux is None else aux if many else [aux]
+    return Seen(float(loss), each, metrics, leaves, programs.compiled[-1], united, whole)
+
+
+def ran(rows: Sequence[Seen]) -> tuple[list[Compiled], bool]:
+    """What each rank ran in one call, and whether it gathered everything first.
+
+    Then gradients are reduced once, after the sum over micro-batches.
+    """
+    own = [seen.own for seen in rows]
+    if len({compiled.digest for compiled in own}) == 1:
+        return own, own[0].rung == "dynamic"
+    united = [seen.united for seen in rows if seen.united is not None]
+    assert len(united) == len(rows)
+    return united, rows[0].whole
+
+
+def compare(
+    oracle: Callable[[Any], Oracle], results: list[dict[str, list[Seen]]], data: Any
+) -> None:
+    """Compares what all ranks saw with the dense run.
+
+    After a step with Adam the dense run goes on from the leaves of the other: where a loss has a
+    kink, the last bit of a leaf decides its gradient.
+    """
+    checked_programs: set[int] = set()
+    for name in results[0]:
+        dense = oracle(TXS[name][1] if name in TXS else None)
+        by_spec = dense.whole_grads
+        for number, row in enumerate(zip(*(seen[name] for seen in results), strict=True)):
+            compiled, whole = ran(row)
+            event("whole" if whole else "united" if compiled[0] is row[0].united else "alike")
+            _check_programs(compiled, checked_programs)
+            dense.whole_grads = [whole or one for one in by_spec]
+            if name == "grad":
+                expected = dense.value_and_grad(data[0])
+                leaves = [grad for grad in expected.grads if grad is not None]
+            else:
+                expected = dense.step(data[number])
+                leaves = dense.tensors
+            for rank, seen in enumerate(row):
+                _compare_one(seen, expected, rank)
+                if not (name == "grad" and expected.skipped):
+                    assert_close(seen.leaves, leaves, exact=name != "adamw")
+            if name == "adamw":
+                dense.resume(row[0].leaves)
+
+
+def _check_programs(compiled: list[Compiled], known: set[int]) -> None:
+    for one in compiled:
+        if id(one) not in known:
+            check(one.program, before=one.micros, united=True)
+        known.add(id(one))
+        check_same_collectives(one.program, compiled[0].program)
+
+
+def _compare_one(seen: Seen, expected: Result, rank: int) -> None:
+    if not expected.skipped or math.isfinite(expected.loss):
+        same = seen.loss == expected.loss
+        assert same or (math.isnan(seen.loss) and math.isnan(expected.loss))
+    if seen.metrics is not None:
+        assert bool(seen.metrics["skipped"]) == expected.skipped
+        if not expected.skipped:
+            assert float(seen.metrics["grad_norm"]) == pytest.approx(expected.norm, rel=1e-12)
+    wanted = [other for other in expected.aux[rank] if other is not None]
+    for one, other in zip(seen.aux, wanted, strict=True):
+        assert one["name"] == "aux"
+        torch.testing.assert_close(one["h"], other["h"], rtol=0, atol=0, equal_nan=True)
+
+
+def assert_close(got: list[Tensor], expected: list[Tensor], *, exact: bool) -> None:
+    """Compares leaves: bit for bit, or within 1e-10 (4 eps for less than double precision)."""
+    for a, b in zip(got, expected, strict=True):
+        tol = 0.0
+        if not exact and b.numel() and (b.is_floating_point() or b.is_complex()):
+            tol = 1e-10 if b.dtype.itemsize >= 8 else 4 * torch.finfo(b.dtype).eps
+            tol *= max(1.0, float(b.abs().nan_to_num(0).max()))
+        torch.testing.assert_close(a, b, rtol=0, atol=tol, equal_nan=True)
+
+
+sometimes = st.sampled_from([False, False, True])
 
 
 @examples(0.6)
-@given(trees(), recipes, runs, st.booleans())
-def test_any_step_equals_the_dense_one(
-    params: Any, recipe: Recipe, run: Run, adaptive: bool
+@given(trees(), recipes, runs, sometimes)
+def test_ranks_with_one_loss_equal_the_dense_run(
+    params: Any, recipe: Recipe, run: Run, grads: bool
 ) -> None:
-    tensors = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
-    trained = [x for x, on in zip(tensors, run.trainable(tensors), strict=True) if on]
-    # The equations of Adam are those of real numbers, and one update of exact gradients is enough.
-    adaptive = adaptive and all(x.dtype == torch.float64 for x in trained)
-    data = [batches(run, 0)] if adaptive else [batches(run, 0), batches(run, 1)]
-    tx, dense_tx = optim.sgd(RATE), Sgd(RATE)
-    if adaptive:
-        tx, dense_tx = optim.adamw(0.01), Adamw(0.01)
-    oracle = Oracle(
-        recipe,
+    run = without_remat_around_transforms(run, [recipe])
+    data = [batches(run, step, branches=recipe.has("by step")) for step in range(2)]
+
+    def make(mesh: zfunc.Mesh, _: int | None) -> zfunc.Step:
+        step = zfunc.shard(recipe, mesh, has_aux=recipe.has_aux, **run.options(params))
+        plan = tight(run.budget, bucket_bytes=run.bucket_bytes, ahead_bytes=run.ahead_bytes)
+        return planned(step, plan)
+
+    results = ranks(run.axes, train, make, None, params, run, data, grads)
+    rung = "dynamic" if recipe.has("looks at a value") else "traced"
+    assert {seen.own.rung for each in results for calls in each.values() for seen in calls} == {
+        rung
+    }
+    compare(functools.partial(dense_run, recipe, recipe.has_aux, params, run), results, data)
+
+
+def dense_run(loss: Any, has_aux: bool, params: Any, run: Run, tx: Any) -> Oracle:
+    return Oracle(
+        loss,
         params,
-        dense_tx,
+        tx,
         axes=run.axes,
-        # Called as it is, a loss has its micro-batches summed before they are reduced.
-        whole_grads=looks(recipe) or whole_grads(run.specs, params),
-        trainable=run.trainable(tensors),
-        has_aux=recipe.has_aux,
+        whole_grads=run.whole_grads(params),
+        trainable=run.trainable(params),
+        has_aux=has_aux,
     )
-    first = oracle.value_and_grad(data[0])
-    expected = [(oracle.step(rows), oracle.tensors) for rows in data]
-    results = ranks(run.axes, train, recipe, params, run, tx, data)
-    for rank, (value, grads, seen) in enumerate(results):
-        loss = value[0] if recipe.has_aux else value
-        if not first.skipped:
-            assert float(loss) == first.loss
-            assert_equal(grads, [grad for grad in first.grads if grad is not None])
-        for (metrics, after), (result, tensors) in zip(seen, expected, strict=True):
-            check(metrics, result, rank, run)
-            assert_equal(after, tensors, 1e-10 if adaptive else 0.0)
 
 
 def own_loss(params: Any, batch: Any) -> Any:
     """The recipe comes with the batch, so each rank and micro-batch may follow its own."""
-    return Recipe(batch["steps"], has_aux=True)(params, batch)
+    return Recipe(batch["steps"], batch["weighted"], has_aux=True)(params, batch)
 
 
-def own_batches(run: Run, chosen: list[Recipe], step: int) -> list[list[Any]]:
+def own_batches(
+    run: Run, chosen: Sequence[Recipe], turns: tuple[int, int, int], step: int
+) -> list[list[Any]]:
+    """Which recipe is whose turns with the rank, the micro-batch and the step."""
+    branches = any(recipe.has("by step") for recipe in chosen)
     return [
         [
-            batch | {"steps": chosen[(rank + micro * (step + 1)) % len(chosen)].steps}
+            batch | {"steps": recipe.steps, "weighted": recipe.weighted}
             for micro, batch in enumerate(row)
+            for place in [rank * turns[0] + micro * turns[1] + step * turns[2]]
+            for recipe in [chosen[place % len(chosen)]]
         ]
-        for rank, row in enumerate(batches(run, step))
+        for rank, row in enumerate(batches(run, step, branches=branches))
     ]
 
 
-def train_own(mesh: zfunc.Mesh, params: Any, run: Run, data: Any) -> Any:
-    """Two steps without a plan of the test's: ranks unite programs that differ."""
-    step = zfunc.shard(
-        own_loss,
-        mesh,
-        specs=run.specs,
-        trainable=trainable_tree(run, params),
-        remat=zfunc.policies.nothing if run.remat else None,
-        accum=len(run.rows),
-        has_aux=True,
-    )
-    state = step.init(params, optim.sgd(RATE))
-    seen = []
-    for rows in data:
-        batch = rows[mesh.rank] if len(run.rows) > 1 else rows[mesh.rank][0]
-        state, metrics = step(state, batch)
-        seen.append((metrics, gathered(state.params)))
-    return seen, check_programs(step)
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+def without_remat_around_transforms(run: Run, chosen: Sequence[Recipe]) -> Run:
+    """The dynamic rung refuses torch.func inside of a remat."""
+    looks = any(recipe.has("looks at a value") for recipe in chosen)
+    transforms = any(recipe.has("functional gradient") for recipe in chosen)
+    return dataclasses.replace(run, remat=run.remat and not (looks and transforms))
 
 
 @examples(0.4)
-@given(trees(), st.lists(recipes, min_size=4, max_size=4), runs)
+@given(
+    trees(),
+    st.lists(recipes_up_to(4), min_size=2, max_size=4),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)),
+    runs,
+    sometimes,
+)
 def test_ranks_with_losses_of_their_own_equal_the_dense_run(
-    params: Any, chosen: list[Recipe], run: Run
+    params: Any, chosen: list[Recipe], turns: tuple[int, int, int], run: Run, grads: bool
 ) -> None:
-    tensors = [x for x in tree.leaves(params) if isinstance(x, Tensor)]
-    data = [own_batches(run, chosen, step) for step in range(2)]
-    expected = []
-    # Ranks that gather everything sum micro-batches first. The first step is exact in any order.
-    for whole in (whole_grads(run.specs, params), True):
-        oracle = Oracle(
-            own_loss,
-            params,
-            Sgd(RATE),
-            axes=run.axes,
-            whole_grads=whole,
-            trainable=run.trainable(tensors),
-            has_aux=True,
-        )
-        expected.append([(oracle.step(rows), oracle.tensors) for rows in data])
-    results = ranks(run.axes, train_own, params, run, data)
-    for rank, (seen, program) in enumerate(results):
-        check_same_collectives(program, results[0][1])
-        for (metrics, after), (one, leaves), (_, others) in zip(seen, *expected, strict=True):
-            check(metrics, one, rank, run)
-            assert_equal(after, others if same(after, others) else leaves)
+    run = without_remat_around_transforms(run, chosen)
+    data = [own_batches(run, chosen, turns, step) for step in range(2)]
+    sizes = {"bucket_bytes": run.bucket_bytes}
+
+    def make(mesh: zfunc.Mesh, limit: int | None) -> zfunc.Step:
+        budget = zfunc.Prefetch(limit, run.ahead_bytes)
+        step = zfunc.shard(own_loss, mesh, has_aux=True, prefetch=budget, **run.options(params))
+        return planned(step, checked(**sizes))
+
+    limit = 300 if run.budget == 0 else None
+    with checked_unions(**sizes):
+        results = ranks(run.axes, train, make, limit, params, run, data, grads)
+    compare(functools.partial(dense_run, own_loss, True, params, run), results, data)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+import zfunc
+from zfunc import optim
 from zfunc.rematerialise import policies, remat
 from zfunc.scope import Scope, entered, scope
 
@@ -119,3 +121,22 @@ def test_policies_are_values() -> None:
 def test_an_unknown_policy_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"(?s)unknown policy.*policies\.nothing.*" + repr(policy)):
         remat(affine, policy)
+
+
+def test_torch_func_inside_is_refused_on_the_dynamic_rung_alone() -> None:
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        @remat
+        def slope(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda y: (w * y).square().sum())(x)
+
+        return slope(x).sum()
+
+    batch = torch.tensor([1.0, 2.0])
+    step = zfunc.shard(loss, zfunc.mesh())
+    state = step.init(torch.tensor([3.0, -1.0]), optim.sgd(0.125))
+    state, metrics = step(state, batch)
+    assert metrics["loss"].item() == 2 * 9 * 1 + 2 * 1 * 2
+    assert zfunc.gather(state.params).tolist() == [3 - 0.125 * 4 * 3, -1 + 0.125 * 4 * 2]
+    step = zfunc.shard(loss, zfunc.mesh(), capture="dynamic")
+    with pytest.raises(zfunc.CaptureError, match="inside of a remat"):
+        step(state, batch)

@@ -15,7 +15,7 @@ from torch import Tensor
 from zfunc import tree
 from zfunc.capture.compat import gradients
 from zfunc.capture.outputs import split_loss
-from zfunc.capture.refusals import OwnWeights, explained_writes
+from zfunc.capture.refusals import OwnWeights, explained_calls
 from zfunc.errors import CaptureError, explain
 from zfunc.params import ParamTable
 from zfunc.scope import Scope, entered
@@ -54,7 +54,7 @@ def call_loss(
     keys = {} if key is None else {"key": key}
     grads: Sequence[Tensor | None] = [None] * len(diff)
     with entered(Scope({}, None)):  # what is computed again in the backward pass runs in it too
-        with torch.enable_grad(), explained_writes():
+        with torch.enable_grad(), explained_calls():
             out = loss_fn(table.rebuild(leaves), *arguments, **keys)
             loss, weight, aux = split_loss(out, has_aux)
         if loss.requires_grad and diff:

@@ -165,7 +165,8 @@ def cut(tensor: Tensor, row: LeafLayouts, mesh: Mesh) -> Sharded:
     if layout.axis is None:
         return Sharded(tensor.clone(memory_format=torch.contiguous_format), layout)
     start, stop = layout.range
-    return Sharded(tensor.reshape(-1)[start:stop].clone(), layout)
+    piece = tensor.reshape(-1)[start:stop]
+    return Sharded(piece.clone(memory_format=torch.contiguous_format), layout)
 
 
 def compare_checksums(sums: Sequence[int] | Exception, paths: Sequence[str], mesh: Mesh) -> None:
@@ -202,8 +203,9 @@ def compare_checksums(sums: Sequence[int] | Exception, paths: Sequence[str], mes
 def checksum(tensor: Tensor) -> int:
     """CRC-32 of a tensor's values."""
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    data = data.reshape(-1).view(torch.uint8)
-    return zlib.crc32(data.numpy())  # pyright: ignore
+    # With one element or none any stride counts as contiguous, but only 1 may be viewed as bytes.
+    flat = data.reshape(-1).as_strided((data.numel(),), (1,))
+    return zlib.crc32(flat.view(torch.uint8).numpy())  # pyright: ignore
 
 
 def _is_static(leaf: Any) -> bool:

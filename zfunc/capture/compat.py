@@ -38,6 +38,7 @@ __all__ = [
     "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
+    "is_hook_refusal",
     "is_leaf_write",
     "num_nodes",
     "regions_of",
@@ -47,8 +48,9 @@ __all__ = [
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 UNSUPPORTED = UnsupportedOperatorException
 
+_HOOKS = "don't yet support saved tensor hooks"
 _REFUSALS = (
-    "don't yet support saved tensor hooks",
+    _HOOKS,
     "must override the setup_context staticmethod",
     "would mutate a captured Tensor",
     "attempting to call Tensor.requires_grad_()",
@@ -59,6 +61,11 @@ _REGION = "zfunc.remat."
 def is_functorch_refusal(error: BaseException) -> bool:
     """Whether functorch refused a function that plain autograd may still differentiate."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _REFUSALS)
+
+
+def is_hook_refusal(error: BaseException) -> bool:
+    """Whether functorch refused to run inside of `torch.utils.checkpoint`."""
+    return isinstance(error, RuntimeError) and _HOOKS in str(error)
 
 
 def is_fake_refusal(error: BaseException) -> bool:

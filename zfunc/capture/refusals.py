@@ -25,7 +25,7 @@ from zfunc.errors import CaptureError, explain
 __all__ = [
     "OwnWeights",
     "explained",
-    "explained_writes",
+    "explained_calls",
     "line_of_change",
     "line_of_stack",
     "moved_generator",
@@ -117,11 +117,24 @@ def own_draw(op: object, line: str) -> CaptureError:
 
 
 @contextlib.contextmanager
-def explained_writes() -> Iterator[None]:
-    """Turns autograd's refusal of a write into a parameter into a `CaptureError`."""
+def explained_calls() -> Iterator[None]:
+    """Explains what torch refuses in a loss that is called as it is, as a `CaptureError`.
+
+    That is a write into a parameter, and `torch.func` inside of a recomputed block.
+    """
     try:
         yield
     except RuntimeError as error:
+        if compat.is_hook_refusal(error):
+            raise CaptureError(
+                explain(
+                    f"the loss transforms a function inside of a remat at {_line_of(error)}",
+                    expected="no torch.func inside of a remat, on the dynamic rung",
+                    got=str(error),
+                    do="use torch.autograd.grad there, leave out that remat, or write the loss so"
+                    " that it can be traced",
+                )
+            ) from error
         if not compat.is_leaf_write(error):
             raise
         raise CaptureError(
