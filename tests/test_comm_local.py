@@ -408,6 +408,11 @@ def test_an_interrupt_of_the_caller_ends_the_run():
         for _ in range(100_000):
             mesh.comm.exchange(b"")
 
-    with pytest.raises(KeyboardInterrupt):
-        local_mesh(2).run(fn)
+    # A process that was started in the background ignores the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            local_mesh(2).run(fn)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
