@@ -21,6 +21,7 @@ from zfunc.program.ir import Call, Gather, Reduce, Update
 
 RATE = 2.0**-10
 NAMES = [f"leaf{i}" for i in range(8)]
+NO_UNION = mock.patch.object(zfunc.resolve, "_LONGEST", 0.5)  # entered around all ranks
 
 
 def params() -> dict[str, Tensor]:
@@ -123,6 +124,25 @@ def test_ranks_that_differ_much_gather_everything() -> None:
         assert gathers(program) == list(range(8))
 
 
+@pytest.mark.parametrize(("allowed", "whole"), [(2.0, False), (1.9, True)])
+def test_a_union_may_be_so_much_longer_and_no_more(allowed: float, whole: bool) -> None:
+    """Nothing in common: as long as both together, each with the zeros of the other."""
+    rows = [("a",), ("b",)]
+
+    def run(mesh: zfunc.Mesh) -> Any:
+        apply = zfunc.infer(lambda p, names: p[names[0]].double().sum(), mesh)
+        pieces = zfunc.scatter({"a": torch.ones(3), "b": torch.ones(3).double()}, mesh, spec)
+        value = apply(pieces, rows[mesh.rank])
+        return float(value), apply._programs.agreed.values()[-1].merged
+
+    spec = zfunc.Flat()
+    with mock.patch.object(zfunc.resolve, "_LONGEST", allowed):
+        results = ranks(2, run)
+    for value, merged in results:
+        assert value == 3
+        assert merged is None if whole else len(merged) == 2
+
+
 def test_mixed_rungs_gather_everything_in_canonical_order() -> None:
     rows = [batch(0, NAMES[:3]), batch(1, NAMES[2:5], look=True)]
     results = ranks(2, train, rows)
@@ -142,6 +162,31 @@ def test_what_ranks_settled_on_is_remembered(axes: Any) -> None:
     for after, _, counts in ranks(axes, train, rows, 3):
         assert_equal(after, dense(rows, 3, axes))
         assert counts[0] > counts[1] == counts[2] == 3
+
+
+def taking_turns(mesh: zfunc.Mesh, rounds: int) -> tuple[int, int, list[int]]:
+    """Branches and lengths in turn; what ranks settled on, what this rank built, exchanges."""
+    comm = Counting(mesh.comm)
+    step = zfunc.shard(loss, dataclasses.replace(mesh, comm=comm))  # pyright: ignore
+    state = step.init(params(), optim.sgd(0.0))
+    counts = []
+    for number in range(rounds):
+        start = (number >> mesh.rank) % 2
+        row = batch(number, NAMES[start : start + 3])
+        row["x"] = row["x"].repeat(1 + number % 5, 1)
+        before = comm.exchanges
+        state, _ = step(state, row)
+        counts.append(comm.exchanges - before)
+    programs = step._training.programs
+    return len(programs.agreed.values()), len(programs.resolved.values()), counts
+
+
+def test_which_rank_takes_which_branch_is_no_reason_to_settle_again() -> None:
+    """Sixteen ways in which four ranks take two branches come down to one union of both."""
+    for agreed, built, counts in ranks(4, taking_turns, 48):
+        assert agreed == 1
+        assert built <= 2 * 5, "one per branch and length of the rank's own"
+        assert max(counts[2:]) == 3, "agreement, that all are ready, status"
 
 
 def test_ranks_that_are_alike_pay_nothing() -> None:
@@ -165,7 +210,7 @@ def outcome(mesh: zfunc.Mesh, rows: list[Any], **options: Any) -> tuple[str, str
 
 
 def limited(mesh: zfunc.Mesh, rows: list[Any]) -> Any:
-    """With the smallest budget under which each rank's own program fits; no union is allowed."""
+    """With the smallest budget under which each rank's own program fits."""
     needed = 0
     for row in rows:
         step = zfunc.shard(loss, mesh, prefetch=zfunc.Prefetch(live_bytes=1))
@@ -173,17 +218,58 @@ def limited(mesh: zfunc.Mesh, rows: list[Any]) -> Any:
             step.lower(step.init(params(), optim.sgd(RATE)), row)
         needed = max(needed, refused.value.needed_bytes)
     budget = zfunc.Prefetch(live_bytes=needed)
-    with mock.patch.object(zfunc.resolve, "_LONGEST", 0.5):
-        return outcome(mesh, rows, prefetch=budget)
+    return outcome(mesh, rows, prefetch=budget)
 
 
 def test_an_error_everywhere_where_neither_way_fits() -> None:
     rows = [batch(0, NAMES[:4]), batch(1, NAMES[:4][::-1])]
     alike = dense([batch(0, NAMES[:2]), batch(1, NAMES[:2])])
-    for name, text, after in ranks(2, limited, rows):
-        assert name == "BudgetError"
-        assert "live_bytes of at least" in text
+    with NO_UNION:
+        results = ranks(2, limited, rows)
+    for name, text, after in results:
+        assert name == "BudgetError" and text == results[0][1]
+        assert "step 0: ranks read different leaves" in text and "live_bytes of at least" in text
         assert_equal(after, alike)
+
+
+def short_on(mesh: zfunc.Mesh, rows: list[Any], only: int) -> Any:
+    """One rank has less memory than what all leaves need whole, and a union is refused."""
+    least = 8 * 9 * 8 * 2 + 4 * 72
+    budget = zfunc.Prefetch(live_bytes=600 if mesh.rank == only else 2 * least)
+    step = zfunc.shard(loss, mesh, prefetch=budget)
+    state = step.init(params(), optim.sgd(RATE))
+    with pytest.raises(zfunc.BudgetError) as caught:
+        step(state, rows[mesh.rank])
+    enough = zfunc.Prefetch(live_bytes=caught.value.needed_bytes)
+    state, _ = zfunc.shard(loss, mesh, prefetch=enough)(state, rows[mesh.rank])
+    return str(caught.value), gathered(state.params)
+
+
+@pytest.mark.parametrize("only", [0, 2])
+def test_a_budget_that_is_short_on_one_rank_is_an_error_everywhere_that_names_it(only: int) -> None:
+    rows = [batch(0, NAMES[:2]), batch(1, NAMES[1:3]), batch(2, NAMES[2:4])]
+    with NO_UNION:
+        results = ranks(3, short_on, rows, only)
+    for text, after in results:
+        assert f"on rank {only}" in text
+        assert_equal(after, dense(rows))
+
+
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_union_that_is_over_the_budget_of_one_rank_is_not_used(only: int) -> None:
+    """The program that gathers all is the next best for every rank."""
+    rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
+    original = zfunc.resolve._fits
+
+    def fits(programs: Any, *args: Any) -> Any:
+        return programs.mesh.rank != only and original(programs, *args)
+
+    with mock.patch.object(zfunc.resolve, "_fits", fits):
+        results = ranks(2, train, rows)
+    for after, program, _ in results:
+        assert_equal(after, dense(rows))
+        check_same_collectives(program, results[0][1])
+        assert gathers(program) == list(range(8))
 
 
 def asking(p: Any, b: Any) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zfunc import tree
+from zfunc.agree import hash_of
 from zfunc.capture import Argument, Traced, difference, to_program, trace_forward, trace_loss
 from zfunc.capture.graph import capture, leaf_of
 from zfunc.errors import BudgetError, CaptureError, explain
@@ -49,7 +50,7 @@ class Compiled:
         micros: per micro-batch, the program as captured.
         traced: per micro-batch, what the outputs mean; empty on the dynamic rung.
         digest: of its sequence of collectives.
-        pattern: of the micro-batches, see `zfunc.program.digest.pattern`.
+        pattern: of the micro-batches (see `zfunc.program.digest.pattern`) and the budget.
         draws: whether some op draws from the global generator.
         seconds: what capture and passes took.
     """
@@ -255,7 +256,8 @@ class Programs:
         drawing = not traced or any(draws(op) for op in program.ops)
         seconds = time.perf_counter() - start
         executor = Executor(program, self.mesh)
-        hashes = digest(program), pattern(micros)
+        plans_by = hash_of(pattern(micros), self.prefetch.live_bytes)
+        hashes = digest(program), plans_by
         return Compiled(program, executor, micros, traced, *hashes, drawing, seconds)
 
     def _count_shapes(

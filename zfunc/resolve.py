@@ -52,6 +52,9 @@ class _Resolution:
     merged: tuple[Unit, ...] | None
 
 
+_WHOLE = _Resolution((), (), False, None)
+
+
 def resolve(
     programs: Programs, own: Compiled, proposed: Agreement, facts: str, what: str, *, update: bool
 ) -> Compiled:
@@ -73,8 +76,9 @@ def resolve(
         ProgramMismatchError: the functions' own collectives differ.
         RemoteRankError: another rank failed.
     """
-    # All ranks look up the same keys in the same order, so they forget, and negotiate, alike.
-    key = (facts, proposed, update)
+    # Which rank proposed what makes no difference. All ranks look up the same keys in the same
+    # order, so they forget, and negotiate, alike.
+    key = (facts, frozenset(zip(proposed.digests, proposed.patterns, strict=True)), update)
     agreed: _Resolution | None = programs.agreed.get(key)
     if agreed is None:
         agreed = _negotiate(programs, own, what, update)
@@ -108,13 +112,13 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
     rows = exchange_facts(mesh, _stated(own), what)
     _check_alike(rows, what)
     order, grads = (
-        tuple(dict.fromkeys(merge_all([row[key] for row in rows]))) for key in ("order", "grads")
+        tuple(dict.fromkeys(_merged([row[key] for row in rows]))) for key in ("order", "grads")
     )
     agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
     if all(row["traced"] for row in rows):
         sequences = exchange_facts(mesh, _try_units(programs, own, agreed, update), what)
         if None not in sequences:
-            merged = tuple(merge_all(sequences))
+            merged = tuple(_merged(sequences))
             longest = max(map(len, sequences))
             # No rank can take part in a collective of the function that it does not make itself.
             same = sum(unit.kind == "ask" for unit in merged) == len(rows[0]["asks"])
@@ -125,8 +129,35 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
             )
             if all(exchange_facts(mesh, fits, what)):
                 return dataclasses.replace(agreed, merged=merged)
-    exchange_facts(mesh, _try_whole(programs, own, update), what)
-    return agreed
+    _check_whole(programs, own, what, update)
+    return _WHOLE
+
+
+def _merged(sequences: Sequence[Sequence[Any]]) -> list[Any]:
+    """One sequence that contains each, whatever rank it is of."""
+    return merge_all(sorted(sequences))
+
+
+def _check_whole(programs: Programs, own: Compiled, what: str, update: bool) -> None:
+    """Raises `BudgetError` on every rank if the program that gathers all does not fit on one."""
+    needed = exchange_facts(programs.mesh, _bytes_short(programs, own, update), what)
+    if not any(needed):
+        return
+    rank = needed.index(max(needed))
+    limit = programs.prefetch.live_bytes
+    limit = programs.mesh.hw.device_bytes // 4 if limit is None else limit
+    raise BudgetError(
+        explain(
+            f"{what}: ranks read different leaves, and neither what all of them read nor all "
+            "parameters and gradients whole fit into the budget of every rank",
+            expected=f"live_bytes of at least {needed[rank]} on rank {rank}",
+            got=limit,
+            do="raise Prefetch(live_bytes=), or let all ranks read the same leaves",
+        ),
+        needed_bytes=needed[rank],
+        limit_bytes=limit,
+        op="gather of all leaves",
+    )
 
 
 def _check_alike(rows: Sequence[dict[str, Any]], what: str) -> None:
@@ -245,9 +276,12 @@ def _whole(programs: Programs, own: Compiled, update: bool) -> Program:
     )
 
 
-def _try_whole(programs: Programs, own: Compiled, update: bool) -> bool | Exception:
+def _bytes_short(programs: Programs, own: Compiled, update: bool) -> int | Exception:
+    """What the program that gathers all leaves first needs, if it does not fit; else 0."""
     try:
         _whole(programs, own, update)
+    except BudgetError as error:
+        return error.needed_bytes
     except Exception as error:
         return error
-    return True
+    return 0
