@@ -45,6 +45,8 @@ ARGUMENTS = {
     "optim.adamw": "learning_rate b1 b2 eps weight_decay mask",
     "optim.sgd": "learning_rate momentum *nesterov",
     "optim.clip_by_global_norm": "max_norm",
+    "optim.adagrad": "learning_rate initial_accumulator_value eps",
+    "optim.lion": "learning_rate b1 b2 weight_decay mask",
     "optim.masked": "inner mask",
     "optim.partition": "transforms labels",
 }

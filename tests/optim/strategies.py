@@ -26,6 +26,10 @@ elementwise = st.sampled_from(
         ),
         optim.adamw(schedules.wsd(0.5, 1, 1, 1)),
         optim.sgd(0.5, momentum=0.5),
+        optim.scale_by_lion(b1=0.5, b2=0.75),
+        optim.lion(0.25, weight_decay=0.125),
+        optim.scale_by_rss(),
+        optim.adagrad(schedules.linear(1.0, 0.5, 2), initial_accumulator_value=0.5),
         optim.identity(),
     ]
 )

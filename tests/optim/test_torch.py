@@ -84,6 +84,17 @@ CASES = {
         optim.chain(optim.add_decayed_weights(0.2), optim.adam(0.01)),
         functools.partial(torch.optim.Adam, lr=0.01, weight_decay=0.2),
     ),
+    "adagrad": (optim.adagrad(0.1), functools.partial(torch.optim.Adagrad, lr=0.1)),
+    "adagrad, own sums": (
+        optim.adagrad(0.1, initial_accumulator_value=0.3, eps=1e-2),
+        functools.partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.3, eps=1e-2),
+    ),
+    "adagrad, falling": (
+        optim.chain(
+            optim.add_decayed_weights(0.2), optim.adagrad(lambda count: 0.1 / (1 + 0.25 * count))
+        ),
+        functools.partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.25, weight_decay=0.2),
+    ),
     "adamw": (optim.adamw(0.01), functools.partial(torch.optim.AdamW, lr=0.01)),
     "adamw, own rates": (
         optim.adamw(0.01, b1=0.7, b2=0.9, eps=1e-4, weight_decay=0.3),
@@ -101,7 +112,7 @@ def test_agrees_with_torch(case: str, fused: bool):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])
-@pytest.mark.parametrize("case", ["momentum", "adam", "adamw"])
+@pytest.mark.parametrize("case", ["momentum", "adam", "adamw", "adagrad, own sums"])
 def test_complex_leaves_follow_torch(case: str, fused: bool):
     tx, make_optimizer = CASES[case]
     params, steps = make(torch.complex128)

@@ -32,6 +32,10 @@ def make() -> dict[str, Any]:
         "add_decayed_weights": optim.add_decayed_weights(0.1, {"a": True, "b": [False, True]}),
         "scale_by_adam": optim.scale_by_adam(b2=0.95),
         "trace": optim.trace(0.9, nesterov=True),
+        "scale_by_lion": optim.scale_by_lion(b2=0.95),
+        "scale_by_rss": optim.scale_by_rss(0.5),
+        "lion": optim.lion(schedules.constant(1e-4), weight_decay=0.5),
+        "adagrad": optim.adagrad(0.1, eps=1e-3),
         "masked": optim.masked(optim.trace(0.9), {"a": True}),
         "partition": optim.partition(
             {"slow": optim.sgd(0.1), "fast": optim.adam(0.1)}, {"a": "slow", "b": "fast"}
@@ -85,6 +89,11 @@ def test_hyperparameters_are_checked():
         (lambda: optim.adamw(0.1, b2=-0.1), "b2"),
         (lambda: optim.adamw(0.1, eps=-1.0), "eps"),
         (lambda: optim.sgd(0.1, momentum=-0.5), "decay"),
+        (lambda: optim.lion(0.1, b1=1.0), "b1"),
+        (lambda: optim.lion(0.1, b2=-0.1), "b2"),
+        (lambda: optim.adagrad(0.1, initial_accumulator_value=-1.0), "initial_accumulator_value"),
+        (lambda: optim.adagrad(0.1, eps=0.0), "eps"),
+        (lambda: optim.adagrad(0.1, 0.5, eps=-1.0), "eps"),
         (lambda: optim.sgd(0.1, nesterov=True), "nesterov"),
     ):
         with pytest.raises(ValueError, match=name):

@@ -1,6 +1,6 @@
 """Optimizers as values: pure `(init, update)` pairs with optax's names and argument names."""
 
-from zfunc.optim.alias import adam, adamw, sgd
+from zfunc.optim.alias import adagrad, adam, adamw, lion, sgd
 from zfunc.optim.base import (
     ChangedInfo,
     LocalInfo,
@@ -11,6 +11,7 @@ from zfunc.optim.base import (
 )
 from zfunc.optim.combine import chain, identity, masked, partition
 from zfunc.optim.moments import scale_by_adam, trace
+from zfunc.optim.running import scale_by_lion, scale_by_rss
 from zfunc.optim.transforms import (
     add_decayed_weights,
     clip_by_global_norm,
@@ -26,6 +27,7 @@ __all__ = [
     "LocalInfo",
     "Transform",
     "UpdateInfo",
+    "adagrad",
     "adam",
     "adamw",
     "add_decayed_weights",
@@ -36,11 +38,14 @@ __all__ = [
     "global_norm",
     "identity",
     "learning_rate_of",
+    "lion",
     "masked",
     "partition",
     "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_rss",
     "scale_by_schedule",
     "sgd",
     "trace",

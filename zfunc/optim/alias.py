@@ -7,12 +7,13 @@ from zfunc.optim.combine import chain
 from zfunc.optim.masks import Mask
 from zfunc.optim.moments import scale_by_adam, trace
 from zfunc.optim.rates import Rate
+from zfunc.optim.running import scale_by_lion, scale_by_rss
 from zfunc.optim.transforms import (
     add_decayed_weights,
     scale_by_learning_rate,
 )
 
-__all__ = ["adam", "adamw", "sgd"]
+__all__ = ["adagrad", "adam", "adamw", "lion", "sgd"]
 
 
 def sgd(learning_rate: Rate, momentum: float | None = None, *, nesterov: bool = False) -> Transform:
@@ -99,4 +100,71 @@ def adamw(
         scale_by_adam(b1, b2, eps),
         add_decayed_weights(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
+    )
+
+
+def lion(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    weight_decay: Rate = 1e-3,
+    mask: Mask | None = None,
+) -> Transform:
+    """Lion: Adam's memory halved, every element moving by the learning rate.
+
+        p = p - lr * (sign(b1 * mu + (1 - b1) * g) + weight_decay * p)
+
+    Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2; names and
+    defaults are optax's. The paper advises a learning rate 3 to 10 times smaller than AdamW's and a
+    weight decay as much larger.
+
+    Args:
+        learning_rate: lr, a number or a schedule.
+        b1: the share of the past in the direction.
+        b2: the decay rate of the mean.
+        weight_decay: a number or a schedule.
+        mask: which leaves decay, as for `add_decayed_weights`.
+
+    Returns:
+        A chain of `scale_by_lion`, `add_decayed_weights` and `scale_by_learning_rate`.
+
+    Raises:
+        ValueError: a rate outside [0, 1).
+
+    Example:
+        >>> tx = lion(1e-4, weight_decay=0.1, mask=lambda path, shape: len(shape) > 1)
+    """
+    return chain(
+        scale_by_lion(b1, b2),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def adagrad(
+    learning_rate: Rate, initial_accumulator_value: float = 0.0, eps: float = 1e-10
+) -> Transform:
+    """Adagrad: `torch.optim.Adagrad` (equations and source at `scale_by_rss`).
+
+    For torch's `lr_decay` give a schedule, `lambda count: lr / (1 + count * lr_decay)`; for its L2
+    penalty write `chain(add_decayed_weights(weight_decay), adagrad(...))`.
+
+    Args:
+        learning_rate: a number or a schedule.
+        initial_accumulator_value: where the sums of squares begin.
+        eps: added to the root.
+
+    Returns:
+        A chain of `scale_by_rss` and `scale_by_learning_rate`.
+
+    Raises:
+        ValueError: a negative argument, or both 0.
+
+    Example:
+        >>> from zfunc import optim
+        >>> adagrad(0.1) == optim.chain(optim.scale_by_rss(), optim.scale_by_learning_rate(0.1))
+        True
+    """
+    return chain(
+        scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate)
     )
