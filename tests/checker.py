@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tests.equivalence import CheckError, check_same_computation
+from tests.equivalence import CheckError, Names, check_same_computation
 from zfunc.program.ir import (
     Accumulate,
     Call,
@@ -66,6 +66,7 @@ def check_stage(
     budget_bytes: int | None = None,
     before: Program | Sequence[Program] | None = None,
     united: bool = False,
+    names: Names | None = None,
 ) -> None:
     """Raises `CheckError` unless a program is sound as far as it can be after `stage`.
 
@@ -75,6 +76,7 @@ def check_stage(
         budget_bytes: the most live bytes; the program's own limit if not given.
         before: the program that the pass was given, or one per micro-batch.
         united: whether it takes part in what only other ranks need.
+        names: those of programs that were checked before it.
     """
     planned = STAGES.index(stage) >= STAGES.index("pack")
     _Machine(program, planned).run()
@@ -84,7 +86,7 @@ def check_stage(
             if nbytes > limit:
                 _fail(at, program.ops[at], f"{nbytes} live bytes exceed the budget of {limit}")
     if before is not None:
-        check_same_computation(program, before, united=united)
+        check_same_computation(program, before, united=united, names=names)
 
 
 def _fail(at: int, op: Op | None, rule: str) -> NoReturn:

@@ -31,7 +31,7 @@ from zfunc.program.ir import (
     writes,
 )
 
-__all__ = ["CheckError", "check_same_computation"]
+__all__ = ["CheckError", "Names", "check_same_computation"]
 
 Name = tuple[str, int]
 
@@ -40,8 +40,26 @@ class CheckError(AssertionError):
     """A program breaks a rule."""
 
 
+class Names:
+    """Programs with their names, so that a row of passes is named once each."""
+
+    def __init__(self) -> None:
+        self._table: dict[Any, int] = {}
+        self._known: dict[int, tuple[Program, _Naming]] = {}
+
+    def of(self, program: Program) -> _Naming:
+        """The names of a program; the same names mean the same in all of them."""
+        if id(program) not in self._known:
+            self._known[id(program)] = program, _Naming(program, self._table)
+        return self._known[id(program)][1]
+
+
 def check_same_computation(
-    after: Program, before: Program | Sequence[Program], *, united: bool = False
+    after: Program,
+    before: Program | Sequence[Program],
+    *,
+    united: bool = False,
+    names: Names | None = None,
 ) -> None:
     """Raises `CheckError` unless a pass kept the computation.
 
@@ -49,15 +67,17 @@ def check_same_computation(
         after: what the pass returned.
         before: what it was given: one program, or the captured program of each micro-batch.
         united: whether `after` may add zeros to gradients, for the sake of other ranks.
+        names: those of programs that were compared before.
     """
-    table: dict[Any, int] = {}
-    new = _Naming(after, table)
+    names = Names() if names is None else names
+    new = names.of(after)
     if not isinstance(before, Program):
-        for number, one in enumerate(before):
-            _compare(new, number, _Naming(one, table), 0)
-        _check_gradients(new, [_Naming(one, table) for one in before], united)
+        olds = [names.of(one) for one in before]
+        for number, old in enumerate(olds):
+            _compare(new, number, old, 0)
+        _check_gradients(new, olds, united)
         return
-    old = _Naming(before, table)
+    old = names.of(before)
     if len(before.micros) != len(after.micros):
         raise CheckError("the number of micro-batches differs")
     for number in range(len(after.micros)):

@@ -15,6 +15,7 @@ from torch import Tensor
 import zfunc
 import zfunc.resolve
 from tests.checker import check_stage
+from tests.equivalence import Names
 from zfunc import tree
 from zfunc.passes import build, stages
 from zfunc.program.ir import Program
@@ -68,8 +69,9 @@ def checked(**options: Any) -> Plan:
 
     def plan(captured: Sequence[Program], mesh: zfunc.Mesh, **given: Any) -> Program:
         before: Any = captured
+        names = Names()
         for name, program in stages(captured, mesh, **(given | options)):
-            check_stage(program, name, before=before)
+            check_stage(program, name, before=before, names=names)
             before = program
         return before
 
@@ -82,8 +84,9 @@ def checked_unions(**options: Any) -> Iterator[None]:
 
     def checked_stages(micros: Sequence[Program], mesh: zfunc.Mesh, **given: Any) -> Any:
         before: Any = micros
+        names = Names()
         for name, program in stages(micros, mesh, **(given | options)):
-            check_stage(program, name, before=before)
+            check_stage(program, name, before=before, names=names)
             before = program
             yield name, program
 

@@ -38,7 +38,10 @@ class Sgd:
 
 @dataclasses.dataclass(frozen=True)
 class Adamw:
-    """Adam with decoupled decay (Loshchilov and Hutter 2019, algorithm 2), eps after the root."""
+    """Adam with decoupled decay (Loshchilov and Hutter 2019, algorithm 2), eps after the root.
+
+    A complex number is two real ones. As in torch the second moment is corrected after the root.
+    """
 
     lr: float | Callable[[int], float]
     b1: float = 0.9
@@ -47,17 +50,21 @@ class Adamw:
     weight_decay: float = 1e-2
 
     def start(self, param: Tensor) -> dict[str, Any]:
-        return {"count": 0, "m": torch.zeros_like(param), "v": torch.zeros_like(param)}
+        zeros = torch.zeros_like(torch.view_as_real(param) if param.is_complex() else param)
+        return {"count": 0, "m": zeros, "v": zeros}
 
     def apply(self, param: Tensor, grad: Tensor, memory: dict[str, Any], decays: bool) -> Tensor:
+        if param.is_complex():
+            pairs = torch.view_as_real(param), torch.view_as_real(grad)
+            return torch.view_as_complex(self.apply(*pairs, memory, decays))
         lr = _rate(self.lr, memory["count"])
         memory["count"] += 1
         t = memory["count"]
         memory["m"] = self.b1 * memory["m"] + (1 - self.b1) * grad
         memory["v"] = self.b2 * memory["v"] + (1 - self.b2) * grad * grad
         m = memory["m"] / (1 - self.b1**t)
-        v = memory["v"] / (1 - self.b2**t)
-        direction = m / (v.sqrt() + self.eps)
+        root = memory["v"].sqrt() / math.sqrt(1 - self.b2**t)
+        direction = m / (root + self.eps)
         return param - lr * (direction + (self.weight_decay if decays else 0.0) * param)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -138,7 +138,6 @@ def compare(
         by_spec = dense.whole_grads
         for number, row in enumerate(zip(*(seen[name] for seen in results), strict=True)):
             compiled, whole = ran(row)
-            event("whole" if whole else "united" if compiled[0] is row[0].united else "alike")
             _check_programs(compiled, checked_programs)
             dense.whole_grads = [whole or one for one in by_spec]
             if name == "grad":
@@ -190,7 +189,7 @@ def assert_close(got: list[Tensor], expected: list[Tensor], *, exact: bool) -> N
 sometimes = st.sampled_from([False, False, True])
 
 
-@examples(0.6)
+@examples(0.7)
 @given(trees(), recipes, runs, sometimes)
 def test_ranks_with_one_loss_equal_the_dense_run(
     params: Any, recipe: Recipe, run: Run, grads: bool
@@ -251,10 +250,10 @@ def without_remat_around_transforms(run: Run, chosen: Sequence[Recipe]) -> Run:
     return dataclasses.replace(run, remat=run.remat and not (looks and transforms))
 
 
-@examples(0.4)
+@examples(0.3)
 @given(
     trees(),
-    st.lists(recipes_up_to(4), min_size=2, max_size=4),
+    st.lists(recipes_up_to(3), min_size=2, max_size=3),
     st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)),
     runs,
     sometimes,
