@@ -46,6 +46,7 @@ ARGUMENTS = {
     "optim.sgd": "learning_rate momentum *nesterov",
     "optim.clip_by_global_norm": "max_norm",
     "optim.adagrad": "learning_rate initial_accumulator_value eps",
+    "optim.lamb": "learning_rate b1 b2 eps weight_decay mask *min_coeff *max_coeff",
     "optim.lion": "learning_rate b1 b2 weight_decay mask",
     "optim.masked": "inner mask",
     "optim.partition": "transforms labels",

@@ -50,9 +50,80 @@ def test_lion_has_half_of_adams_memory():
     assert {name: x.shape for name, x in mean.items()} == {n: x.shape for n, x in params.items()}
 
 
+def by_lamb(
+    params: Any, steps: list[Any], lr: float, decay: float, eps: float, bounds: tuple[float, float]
+) -> Any:
+    """You et al. 2020, algorithm 2, one leaf after the other; a complex number is two reals."""
+    after = {}
+    for name, start in params.items():
+        x = torch.view_as_real(start).clone() if start.is_complex() else start.clone()
+        m, v = torch.zeros_like(x), torch.zeros_like(x)
+        for t, grads in enumerate(steps, 1):
+            g = torch.view_as_real(grads[name]) if start.is_complex() else grads[name]
+            m = 0.9 * m + 0.1 * g
+            v = 0.999 * v + 0.001 * g**2
+            r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + eps)
+            direction = r + decay * x
+            ratio = (x**2).sum().sqrt() / (direction**2).sum().sqrt()
+            x = x - lr * ratio.clamp(*bounds) * direction
+        after[name] = torch.view_as_complex(x) if start.is_complex() else x
+    return after
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_lamb_follows_its_paper(dtype: torch.dtype, fused: bool):
+    params, steps = make(dtype)
+    free = (0.0, float("inf"))
+    for lr, decay, eps, bounds in ((0.01, 0.0, 1e-6, free), (0.1, 0.3, 1e-3, (0.9, 1.1))):
+        tx = optim.lamb(lr, eps=eps, weight_decay=decay, min_coeff=bounds[0], max_coeff=bounds[1])
+        expected = by_lamb(params, steps, lr, decay, eps, bounds)
+        assert_close(ours(tx, params, steps, fused=fused), expected)
+
+
+def test_the_bounds_of_the_ratio_bind():
+    params, steps = make()
+    bounded = by_lamb(params, steps, 0.1, 0.3, 1e-3, (0.9, 1.1))
+    free = by_lamb(params, steps, 0.1, 0.3, 1e-3, (0.0, float("inf")))
+    assert all(not torch.equal(bounded[name], free[name]) for name in ("matrix", "number"))
+
+
+@pytest.mark.parametrize(
+    ("tx", "param", "grad", "expected"),
+    [
+        (optim.scale_by_trust_ratio(), [6.0, 8.0], [0.0, 5.0], [0.0, 10.0]),
+        (optim.scale_by_trust_ratio(trust_coefficient=0.5), [6.0, 8.0], [3.0, 4.0], [3.0, 4.0]),
+        (optim.scale_by_trust_ratio(eps=3.0), [6.0, 8.0], [0.0, 2.0], [0.0, 4.0]),
+        (optim.scale_by_trust_ratio(), [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]),
+        (optim.scale_by_trust_ratio(), [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]),
+        (optim.scale_by_trust_ratio(min_norm=10.0), [0.0, 0.0], [12.0, 16.0], [6.0, 8.0]),
+        (optim.scale_by_trust_ratio(min_norm=10.0), [12.0, 16.0], [3.0, 4.0], [6.0, 8.0]),
+        (optim.scale_by_trust_ratio(max_coeff=1.5), [6.0, 8.0], [3.0, 4.0], [4.5, 6.0]),
+        (optim.scale_by_trust_ratio(min_coeff=4.0), [6.0, 8.0], [3.0, 4.0], [12.0, 16.0]),
+        (optim.scale_by_trust_ratio(min_coeff=4.0), [0.0, 0.0], [3.0, 4.0], [3.0, 4.0]),
+    ],
+)
+def test_trust_ratios(tx: Any, param: Any, grad: Any, expected: Any):
+    params, updates = {"a": torch.tensor(param)}, {"a": torch.tensor(grad)}
+    got, state = tx.update(updates, tx.init(params), params, info=optim.LocalInfo())
+    assert state == ()
+    assert torch.equal(got["a"], torch.tensor(expected))
+
+
+def test_trust_ratios_are_per_leaf_and_hand_nan_on():
+    params = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0]), "c": None}
+    updates = {"a": torch.tensor([1.0, 0.0]), "b": torch.tensor([float("nan")]), "c": None}
+    tx = optim.scale_by_trust_ratio()
+    got, _ = tx.update(updates, (), params, info=optim.LocalInfo())
+    assert torch.equal(got["a"], torch.tensor([5.0, 0.0]))
+    assert got["b"].isnan() and got["c"] is None
+    empty, _ = tx.update({"c": None}, (), {"c": None}, info=optim.LocalInfo())
+    assert empty == {"c": None}
+
+
 def test_low_precision_keeps_its_dtype():
     params, steps = make(torch.bfloat16)
-    for tx in (optim.lion(0.01), optim.adagrad(0.01)):
+    for tx in (optim.lion(0.01), optim.adagrad(0.01), optim.lamb(0.01)):
         after = ours(tx, params, steps, fused=True)
         assert all(x.dtype == torch.bfloat16 for x in after.values())
         assert not torch.equal(after["matrix"], params["matrix"])

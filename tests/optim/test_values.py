@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -36,6 +37,8 @@ def make() -> dict[str, Any]:
         "scale_by_rss": optim.scale_by_rss(0.5),
         "lion": optim.lion(schedules.constant(1e-4), weight_decay=0.5),
         "adagrad": optim.adagrad(0.1, eps=1e-3),
+        "scale_by_trust_ratio": optim.scale_by_trust_ratio(eps=0.5),
+        "lamb": optim.lamb(0.1, weight_decay=0.5, max_coeff=10.0),
         "masked": optim.masked(optim.trace(0.9), {"a": True}),
         "partition": optim.partition(
             {"slow": optim.sgd(0.1), "fast": optim.adam(0.1)}, {"a": "slow", "b": "fast"}
@@ -66,7 +69,7 @@ def test_pickles(name: str):
 @pytest.mark.parametrize("name", set(make()) - {"masked by a function"})
 def test_prints_as_typed(name: str):
     tx = make()[name]
-    assert eval(repr(tx)) == tx
+    assert eval(repr(tx), globals() | {"inf": math.inf}) == tx
 
 
 def test_frozen():
@@ -90,6 +93,9 @@ def test_hyperparameters_are_checked():
         (lambda: optim.adamw(0.1, eps=-1.0), "eps"),
         (lambda: optim.sgd(0.1, momentum=-0.5), "decay"),
         (lambda: optim.lion(0.1, b1=1.0), "b1"),
+        (lambda: optim.lamb(0.1, min_coeff=-1.0), "min_coeff"),
+        (lambda: optim.lamb(0.1, min_coeff=2.0, max_coeff=1.0), "max_coeff=1.0 must be at least"),
+        (lambda: optim.scale_by_trust_ratio(min_norm=-1.0), "min_norm"),
         (lambda: optim.lion(0.1, b2=-0.1), "b2"),
         (lambda: optim.adagrad(0.1, initial_accumulator_value=-1.0), "initial_accumulator_value"),
         (lambda: optim.adagrad(0.1, eps=0.0), "eps"),

@@ -1,6 +1,6 @@
 """Optimizers as values: pure `(init, update)` pairs with optax's names and argument names."""
 
-from zfunc.optim.alias import adagrad, adam, adamw, lion, sgd
+from zfunc.optim.alias import adagrad, adam, adamw, lamb, lion, sgd
 from zfunc.optim.base import (
     ChangedInfo,
     LocalInfo,
@@ -19,6 +19,7 @@ from zfunc.optim.transforms import (
     scale_by_learning_rate,
     scale_by_schedule,
 )
+from zfunc.optim.trust import scale_by_trust_ratio
 from zfunc.optim.update import Applied, apply, apply_updates
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "clip_by_global_norm",
     "global_norm",
     "identity",
+    "lamb",
     "learning_rate_of",
     "lion",
     "masked",
@@ -47,6 +49,7 @@ __all__ = [
     "scale_by_lion",
     "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_trust_ratio",
     "sgd",
     "trace",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from zfunc.optim.base import Transform
 from zfunc.optim.combine import chain
 from zfunc.optim.masks import Mask
@@ -12,8 +14,9 @@ from zfunc.optim.transforms import (
     add_decayed_weights,
     scale_by_learning_rate,
 )
+from zfunc.optim.trust import scale_by_trust_ratio
 
-__all__ = ["adagrad", "adam", "adamw", "lion", "sgd"]
+__all__ = ["adagrad", "adam", "adamw", "lamb", "lion", "sgd"]
 
 
 def sgd(learning_rate: Rate, momentum: float | None = None, *, nesterov: bool = False) -> Transform:
@@ -167,4 +170,53 @@ def adagrad(
     """
     return chain(
         scale_by_rss(initial_accumulator_value, eps), scale_by_learning_rate(learning_rate)
+    )
+
+
+def lamb(
+    learning_rate: Rate,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: Rate = 0.0,
+    mask: Mask | None = None,
+    *,
+    min_coeff: float = 0.0,
+    max_coeff: float = math.inf,
+) -> Transform:
+    """LAMB: AdamW's direction, scaled per leaf to the leaf's norm, for very large batches.
+
+        p = p - lr * clip(|p| / |d|, min_coeff, max_coeff) * d
+        d = adam direction + weight_decay * p
+
+    You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
+    algorithm 2, with the identity for its phi; names and defaults are optax's. A leaf is one of the
+    paper's layers; norms are of whole leaves over all ranks. DeepSpeed's Lamb has bounds of 0.01
+    and 10.
+
+    Args:
+        learning_rate: lr, a number or a schedule.
+        b1: the decay rate of the mean of gradients.
+        b2: the decay rate of the mean of their squares.
+        eps: added to the root.
+        weight_decay: a number or a schedule.
+        mask: which leaves decay, as for `add_decayed_weights`.
+        min_coeff: the smallest ratio of norms.
+        max_coeff: the largest ratio of norms.
+
+    Returns:
+        A chain of `scale_by_adam`, `add_decayed_weights`, `scale_by_trust_ratio` and
+        `scale_by_learning_rate`.
+
+    Raises:
+        ValueError: a hyperparameter out of its range.
+
+    Example:
+        >>> tx = lamb(2e-3, weight_decay=0.01, min_coeff=0.01, max_coeff=10.0)
+    """
+    return chain(
+        scale_by_adam(b1, b2, eps),
+        add_decayed_weights(weight_decay, mask),
+        scale_by_trust_ratio(min_coeff=min_coeff, max_coeff=max_coeff),
+        scale_by_learning_rate(learning_rate),
     )
