@@ -70,8 +70,8 @@ class Growing:
             try:
                 return getattr(self.step, name)(*args)
             except zfunc.BudgetError as error:
-                assert self._limit is not None and error.needed_bytes > self._limit
-                self._limit = error.needed_bytes
+                assert self._limit is not None and error.needed_bytes
+                self._limit = max(self._limit, error.needed_bytes)
             except zfunc.RemoteRankError as error:
                 assert "BudgetError" in str(error) or "live_bytes" in str(error), error
             self.step = self._make(self._limit)
