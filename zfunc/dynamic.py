@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from zfunc import tree
 from zfunc.capture.compat import gradients
@@ -21,6 +22,8 @@ from zfunc.params import ParamTable
 from zfunc.scope import Scope, entered
 
 __all__ = ["call_forward", "call_loss"]
+
+_READ_DATA = torch.Tensor.data.__get__  # pyright: ignore
 
 
 def call_loss(
@@ -54,7 +57,7 @@ def call_loss(
     keys = {} if key is None else {"key": key}
     grads: Sequence[Tensor | None] = [None] * len(diff)
     with entered(Scope({}, None)):  # what is computed again in the backward pass runs in it too
-        with torch.enable_grad(), explained_calls():
+        with torch.enable_grad(), explained_calls(), _CountedData(watched):
             out = loss_fn(table.rebuild(leaves), *arguments, **keys)
             loss, weight, aux = split_loss(out, has_aux)
         if loss.requires_grad and diff:
@@ -73,10 +76,34 @@ def call_forward(
     """Runs a function of whole parameters without a derivative; its result counts as aux."""
     leaves = _lent(table, fulls)
     watched = _versions(table, leaves, arguments)
-    with torch.no_grad(), entered(Scope({}, None)):
+    with torch.no_grad(), entered(Scope({}, None)), _CountedData(watched):
         out = fn(table.rebuild(leaves), *arguments)
     _refuse_writes(watched)
     return [], _detached(out, fulls)
+
+
+class _CountedData(TorchFunctionMode):
+    """Makes `.data` of an argument count its writes as the argument does; it has its own count.
+
+    Args:
+        watched: as `_versions` gives it.
+    """
+
+    def __init__(self, watched: Sequence[tuple[str, Tensor, int]]):
+        super().__init__()
+        dense = [x for _, x, _ in watched if x.layout == torch.strided]
+        self._storages = {x.untyped_storage().data_ptr() for x in dense}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == _READ_DATA and self._is_watched(args[0]):
+            return args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+    def _is_watched(self, tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage().data_ptr() in self._storages
+        except NotImplementedError:  # sparse, or wrapped by torch.func
+            return False
 
 
 def _lent(table: ParamTable, fulls: Sequence[Tensor]) -> list[Tensor]:

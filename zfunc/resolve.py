@@ -133,7 +133,7 @@ def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _R
     return _WHOLE
 
 
-def _merged(sequences: Sequence[Sequence[Any]]) -> list[Any]:
+def _merged(sequences: Sequence[list[Any]]) -> list[Any]:
     """One sequence that contains each, whatever rank it is of."""
     return merge_all(sorted(sequences))
 
