@@ -47,10 +47,6 @@ def dense(loss: Any, axes: Any, batches: list[Any], **options: Any) -> Oracle:
     return oracle
 
 
-def world_of(axes: Any) -> int:
-    return zfunc.abstract_mesh(axes).size
-
-
 def program_of(loss: Any, axes: Any, accum: int = 1, **options: Any) -> Any:
     step = zfunc.shard(loss, zfunc.abstract_mesh(axes), accum=accum, **options)
     state = step.abstract(params(), optim.sgd(RATE))
@@ -98,7 +94,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("accum", [1, 2])
 def test_values_are_those_of_a_dense_run(axes: Any, options: Any, accum: int) -> None:
-    world = world_of(axes)
+    world = zfunc.abstract_mesh(axes).size
     batches = [[[rows(r, m, s) for m in range(accum)] for r in range(world)] for s in range(3)]
     oracle = Oracle(loss_fn, params(), Sgd(RATE), axes=axes, whole_grads=True)
     expected = [oracle.step(batch).loss for batch in batches]
@@ -263,11 +259,6 @@ def writes_unused(p: Any, x: Tensor) -> Tensor:
     return loss_fn(p, x)
 
 
-def writes_batch(p: Any, x: Tensor) -> Tensor:
-    x.mul_(2)
-    return loss_fn(p, x)
-
-
 def writes_view_of_batch(p: Any, x: Tensor) -> Tensor:
     x[0].zero_()
     return loss_fn(p, x)
@@ -278,7 +269,6 @@ WRITES = {
     writes_leaf_itself: "writes into a parameter in place at",
     writes_leaf_data: "params['w']",
     writes_unused: "params['unused']",
-    writes_batch: "argument batch",
     writes_view_of_batch: "argument batch",
     writes_batch_data: "argument batch",
 }
