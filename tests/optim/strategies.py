@@ -29,6 +29,12 @@ elementwise = st.sampled_from(
         optim.scale_by_lion(b1=0.5, b2=0.75),
         optim.lion(0.25, weight_decay=0.125),
         optim.scale_by_rss(),
+        optim.ema(0.5),
+        optim.ema(0.75, debias=False),
+        optim.ema_params(0.5),
+        optim.multi_steps(optim.sgd(0.5, momentum=0.5), 2),
+        optim.multi_steps(optim.adamw(0.5), schedules.linear(1.0, 2.0, 1), use_grad_mean=False),
+        optim.inject_hyperparams(optim.adamw)(0.5),
         optim.adagrad(schedules.linear(1.0, 0.5, 2), initial_accumulator_value=0.5),
         optim.identity(),
     ]

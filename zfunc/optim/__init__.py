@@ -1,6 +1,7 @@
 """Optimizers as values: pure `(init, update)` pairs with optax's names and argument names."""
 
 from zfunc.optim.alias import adagrad, adam, adamw, lamb, lion, sgd
+from zfunc.optim.averages import ema, ema_params
 from zfunc.optim.base import (
     ChangedInfo,
     LocalInfo,
@@ -10,7 +11,9 @@ from zfunc.optim.base import (
     learning_rate_of,
 )
 from zfunc.optim.combine import chain, identity, masked, partition
+from zfunc.optim.inject import inject_hyperparams, set_hyperparams
 from zfunc.optim.moments import scale_by_adam, trace
+from zfunc.optim.multi import multi_steps
 from zfunc.optim.running import scale_by_lion, scale_by_rss
 from zfunc.optim.transforms import (
     add_decayed_weights,
@@ -36,12 +39,16 @@ __all__ = [
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "ema",
+    "ema_params",
     "global_norm",
     "identity",
+    "inject_hyperparams",
     "lamb",
     "learning_rate_of",
     "lion",
     "masked",
+    "multi_steps",
     "partition",
     "scale",
     "scale_by_adam",
@@ -50,6 +57,7 @@ __all__ = [
     "scale_by_rss",
     "scale_by_schedule",
     "scale_by_trust_ratio",
+    "set_hyperparams",
     "sgd",
     "trace",
 ]

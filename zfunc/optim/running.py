@@ -1,8 +1,7 @@
-"""Transforms that keep one running value per element: Lion's mean, Adagrad's sum, plain averages.
+"""Transforms that keep one running value per element: Lion's mean and Adagrad's sum.
 
 Names and arguments are optax's, the arithmetic is torch's where the two differ, and complex numbers
-are pairs of reals. In the equations g is the update that comes in, u the one that goes out, p the
-parameter; t counts the updates of a leaf from 1.
+are pairs of reals. In the equations g is the update that comes in, u the one that goes out.
 """
 # pyright: reportPrivateImportUsage=false
 

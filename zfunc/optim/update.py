@@ -9,6 +9,7 @@ import torch
 
 from zfunc import tree
 from zfunc.errors import TreeMismatchError, explain
+from zfunc.optim.averages import ema_params
 from zfunc.optim.base import (
     ChangedInfo,
     Rates,
@@ -19,12 +20,16 @@ from zfunc.optim.base import (
 )
 from zfunc.optim.combine import Chain, PartitionState, partition
 from zfunc.optim.fused import match
+from zfunc.optim.inject import Injected
 from zfunc.optim.lists import add_, scale_, tensors_of
 from zfunc.optim.masks import resolve_labels
+from zfunc.optim.multi import multi_steps
 from zfunc.optim.transforms import clip_by_global_norm
 from zfunc.sharded import is_sharded
 
 __all__ = ["Applied", "apply", "apply_updates"]
+
+_NESTED = (partition, multi_steps, Injected)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +59,8 @@ def apply(
     """Updates parameters in place: `p + u` with `u` the transform's update.
 
     Overwrites `params`, `state` and `grads`; a caller that must keep one clones it first. A chain
-    that means AdamW, by itself or as a part of a `partition`, runs in one pass over memory.
+    that means AdamW, by itself or inside of `partition`, `multi_steps` or `inject_hyperparams`,
+    before `ema_params` or not, runs in one pass over memory.
 
     Args:
         tx: the transform.
@@ -110,6 +116,8 @@ def _step_(
     tx: Transform, grads: Any, state: Any, params: Any, info: UpdateInfo, threads: int
 ) -> tuple[Any, float | None]:
     """Updates parameters in place; returns the state and the norm after a clip at the head."""
+    if isinstance(tx, _NESTED):
+        return _step_nested_(tx, grads, state, params, info, threads)
     links, states = (tx.transforms, state) if isinstance(tx, Chain) else ((tx,), (state,))
     head, factor, clipped = (), 1.0, None
     if links and isinstance(links[0], clip_by_global_norm):
@@ -131,16 +139,39 @@ def _step_links_(
     threads: int,
 ) -> tuple[Any, ...]:
     """Updates parameters in place by the links of a chain; returns their states."""
+    if len(links) > 1 and isinstance(links[-1], ema_params):
+        head = _step_links_(links[:-1], grads, states[:-1], params, info, factor, threads)
+        return (*head, links[-1].follow_(params, states[-1]))
     fused = match(Chain(links))
     if fused is not None:
         return fused.step_(grads, states, params, grad_scale=factor, threads=threads)
     if factor != 1.0:
         scale_(tensors_of(grads), factor)
-    if len(links) == 1 and isinstance(links[0], partition):
-        return (_step_parts_(links[0], grads, states[0], params, info, threads),)
+    if len(links) == 1 and isinstance(links[0], _NESTED):
+        return (_step_nested_(links[0], grads, states[0], params, info, threads)[0],)
     updates, states = Chain(links).update(grads, states, params, info=info)
     add_(tensors_of(params), tensors_of(updates))
     return states
+
+
+def _step_nested_(
+    tx: partition | multi_steps | Injected,
+    grads: Any,
+    state: Any,
+    params: Any,
+    info: UpdateInfo,
+    threads: int,
+) -> tuple[Any, float | None]:
+    """Updates parameters in place by what is inside of a transform."""
+    if isinstance(tx, partition):
+        return _step_parts_(tx, grads, state, params, info, threads), None
+    if isinstance(tx, Injected):
+        inner, clipped = _step_(tx.now(state), grads, state.inner, params, info, threads)
+        return state._replace(inner=inner), clipped
+    if not tx.collect_(grads, state):
+        return state, None
+    inner, _ = _step_(tx.opt, grads, state.inner, params, ChangedInfo(info), threads)
+    return state._replace(inner=inner), None
 
 
 def _step_parts_(
