@@ -6,33 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.optim.papers import Adagrad, Lamb, Lion, trained
 from tests.optim.test_torch import assert_close, make, ours
 from zfunc import optim
 
 BOTH = pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])
-
-
-def by_lion(params: Any, steps: list[Any], lr: float, b1: float, b2: float, decay: float) -> Any:
-    """Chen et al. 2023, algorithm 2, one leaf after the other."""
-    after = {}
-    for name, start in params.items():
-        theta, m = start.clone(), torch.zeros_like(start)
-        for grads in steps:
-            g = grads[name]
-            c = b1 * m + (1 - b1) * g
-            theta = theta - lr * (signs(c) + decay * theta)
-            m = b2 * m + (1 - b2) * g
-        after[name] = theta
-    return after
-
-
-def signs(x: Tensor) -> Tensor:
-    """1, 0 or -1 for every real number, for both parts of a complex one."""
-    if x.is_complex():
-        return torch.complex(signs(x.real), signs(x.imag))
-    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
 
 
 @BOTH
@@ -41,33 +20,21 @@ def test_lion_follows_its_paper(dtype: torch.dtype, fused: bool):
     params, steps = make(dtype)
     for lr, b1, b2, decay in ((0.01, 0.9, 0.99, 1e-3), (0.1, 0.5, 0.75, 0.5)):
         got = ours(optim.lion(lr, b1, b2, decay), params, steps, fused=fused)
-        assert_close(got, by_lion(params, steps, lr, b1, b2, decay))
+        assert_close(got, trained(Lion(lr, b1, b2, decay), params, steps))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_adagrad_follows_its_paper(dtype: torch.dtype, fused: bool):
+    params, steps = make(dtype)
+    got = ours(optim.adagrad(0.1, 0.5, 1e-3), params, steps, fused=fused)
+    assert_close(got, trained(Adagrad(0.1, 0.5, 1e-3), params, steps))
 
 
 def test_lion_has_half_of_adams_memory():
     params, _ = make()
     (mean,) = optim.scale_by_lion().init(params)
     assert {name: x.shape for name, x in mean.items()} == {n: x.shape for n, x in params.items()}
-
-
-def by_lamb(
-    params: Any, steps: list[Any], lr: float, decay: float, eps: float, bounds: tuple[float, float]
-) -> Any:
-    """You et al. 2020, algorithm 2, one leaf after the other; a complex number is two reals."""
-    after = {}
-    for name, start in params.items():
-        x = torch.view_as_real(start).clone() if start.is_complex() else start.clone()
-        m, v = torch.zeros_like(x), torch.zeros_like(x)
-        for t, grads in enumerate(steps, 1):
-            g = torch.view_as_real(grads[name]) if start.is_complex() else grads[name]
-            m = 0.9 * m + 0.1 * g
-            v = 0.999 * v + 0.001 * g**2
-            r = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + eps)
-            direction = r + decay * x
-            ratio = (x**2).sum().sqrt() / (direction**2).sum().sqrt()
-            x = x - lr * ratio.clamp(*bounds) * direction
-        after[name] = torch.view_as_complex(x) if start.is_complex() else x
-    return after
 
 
 @BOTH
@@ -77,14 +44,14 @@ def test_lamb_follows_its_paper(dtype: torch.dtype, fused: bool):
     free = (0.0, float("inf"))
     for lr, decay, eps, bounds in ((0.01, 0.0, 1e-6, free), (0.1, 0.3, 1e-3, (0.9, 1.1))):
         tx = optim.lamb(lr, eps=eps, weight_decay=decay, min_coeff=bounds[0], max_coeff=bounds[1])
-        expected = by_lamb(params, steps, lr, decay, eps, bounds)
+        expected = trained(Lamb(lr, decay, eps, *bounds), params, steps)
         assert_close(ours(tx, params, steps, fused=fused), expected)
 
 
 def test_the_bounds_of_the_ratio_bind():
     params, steps = make()
-    bounded = by_lamb(params, steps, 0.1, 0.3, 1e-3, (0.9, 1.1))
-    free = by_lamb(params, steps, 0.1, 0.3, 1e-3, (0.0, float("inf")))
+    bounded = trained(Lamb(0.1, 0.3, 1e-3, 0.9, 1.1), params, steps)
+    free = trained(Lamb(0.1, 0.3, 1e-3), params, steps)
     assert all(not torch.equal(bounded[name], free[name]) for name in ("matrix", "number"))
 
 
