@@ -44,10 +44,12 @@ Plan = Callable[..., Program]
 def examples(share: float) -> settings:
     """Settings for a property whose examples are dear: a part of the profile's number of them.
 
-    A failure is not shrunk, which would take longer than a test may: the example is printed as it
-    is, and is tried again first in the next run.
+    Only the profile `soak` shrinks a failure, which would take longer than a test may: the example
+    is printed as it is, and is tried again first in the next run.
     """
-    phases = (Phase.explicit, Phase.reuse, Phase.generate)
+    phases = [Phase.explicit, Phase.reuse, Phase.generate]
+    if settings.get_current_profile_name() == "soak":
+        phases.append(Phase.shrink)
     return settings(max_examples=max(1, int(share * settings().max_examples)), phases=phases)
 
 
