@@ -48,7 +48,12 @@ ARGUMENTS = {
     "optim.adagrad": "learning_rate initial_accumulator_value eps",
     "optim.lamb": "learning_rate b1 b2 eps weight_decay mask *min_coeff *max_coeff",
     "optim.lion": "learning_rate b1 b2 weight_decay mask",
+    "optim.ema": "decay debias accumulator_dtype",
+    "optim.ema_params": "decay accumulator_dtype",
+    "optim.inject_hyperparams": "inner_factory static_args",
     "optim.masked": "inner mask",
+    "optim.multi_steps": "opt every_k_schedule use_grad_mean",
+    "optim.set_hyperparams": "state label hyperparams",
     "optim.partition": "transforms labels",
 }
 
