@@ -55,6 +55,15 @@ ARGUMENTS = {
     "optim.multi_steps": "opt every_k_schedule use_grad_mean",
     "optim.set_hyperparams": "state label hyperparams",
     "optim.partition": "transforms labels",
+    "schedules.cosine_with_min": (
+        "peak_value warmup_steps decay_steps min_lr min_lr_rate num_cycles"
+    ),
+    "schedules.lr_range_test": "min_lr step_size step_rate staircase",
+    "schedules.one_cycle": (
+        "peak_value total_steps pct_start anneal_strategy div_factor final_div_factor three_phase"
+    ),
+    "schedules.warmup_linear": "peak_value warmup_steps decay_steps init_value end_value",
+    "schedules.warmup_ratio": "peak_value ratio total_steps lr_scheduler_type",
 }
 
 

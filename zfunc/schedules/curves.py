@@ -1,9 +1,4 @@
-"""Schedules: the course of a hyperparameter over the updates that were applied.
-
-A schedule is a frozen, value-equal callable `count -> float`, where `count` is the number of
-updates applied before this one (so the first update reads `schedule(0)`). Names and arguments are
-optax's. Beyond its end a schedule keeps its last value; a part of 0 steps is over before it begins.
-"""
+"""The curves that schedules are made of; names and arguments are optax's."""
 
 from __future__ import annotations
 
@@ -13,7 +8,19 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-__all__ = ["Schedule", "constant", "cosine", "join", "linear", "warmup_cosine", "wsd"]
+__all__ = [
+    "Schedule",
+    "check_steps",
+    "check_whole",
+    "constant",
+    "cosine",
+    "fraction",
+    "half_cosine",
+    "join",
+    "linear",
+    "warmup_cosine",
+    "wsd",
+]
 
 Schedule = Callable[[int | Tensor], float]
 
@@ -62,10 +69,10 @@ class linear:
     transition_begin: int = 0
 
     def __post_init__(self) -> None:
-        _check_steps(transition_steps=self.transition_steps, transition_begin=self.transition_begin)
+        check_steps(transition_steps=self.transition_steps, transition_begin=self.transition_begin)
 
     def __call__(self, count: int | Tensor) -> float:
-        done = _fraction(int(count) - self.transition_begin, self.transition_steps)
+        done = fraction(int(count) - self.transition_begin, self.transition_steps)
         return (1 - done) * self.init_value + done * self.end_value
 
 
@@ -95,11 +102,11 @@ class cosine:
     alpha: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(decay_steps=self.decay_steps)
+        check_steps(decay_steps=self.decay_steps)
 
     def __call__(self, count: int | Tensor) -> float:
         end_value = self.init_value * self.alpha
-        return _half_cosine(self.init_value, end_value, _fraction(int(count), self.decay_steps))
+        return half_cosine(self.init_value, end_value, fraction(int(count), self.decay_steps))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,19 +139,14 @@ class warmup_cosine:
     end_value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(warmup_steps=self.warmup_steps, decay_steps=self.decay_steps)
-        if self.decay_steps < self.warmup_steps:
-            raise ValueError(
-                f"decay_steps={self.decay_steps} counts the whole schedule, the warmup included: "
-                f"it must be at least warmup_steps={self.warmup_steps}"
-            )
+        check_whole(self.warmup_steps, self.decay_steps)
 
     def __call__(self, count: int | Tensor) -> float:
         count = int(count)
         if count < self.warmup_steps:
             return linear(self.init_value, self.peak_value, self.warmup_steps)(count)
-        done = _fraction(count - self.warmup_steps, self.decay_steps - self.warmup_steps)
-        return _half_cosine(self.peak_value, self.end_value, done)
+        done = fraction(count - self.warmup_steps, self.decay_steps - self.warmup_steps)
+        return half_cosine(self.peak_value, self.end_value, done)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -182,7 +184,7 @@ class wsd:
     end_value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_steps(
+        check_steps(
             warmup_steps=self.warmup_steps,
             stable_steps=self.stable_steps,
             decay_steps=self.decay_steps,
@@ -235,21 +237,31 @@ class join:
         return self.schedules[index](count - begin)
 
 
-def _fraction(done: int, steps: int) -> float:
+def fraction(done: float, steps: float) -> float:
     """How much of a part is over, from 0 to 1."""
     if steps == 0:
         return float(done >= 0)
     return min(max(done / steps, 0.0), 1.0)
 
 
-def _half_cosine(start: float, end: float, done: float) -> float:
+def half_cosine(start: float, end: float, done: float) -> float:
     """From `start` to `end` along half a period of a cosine."""
     weight = (1 + math.cos(math.pi * done)) / 2
     return weight * start + (1 - weight) * end
 
 
-def _check_steps(**steps: int) -> None:
+def check_steps(**steps: int) -> None:
     """Raises `ValueError` for a negative number of steps."""
     for name, value in steps.items():
         if value < 0:
             raise ValueError(f"{name}={value} must be 0 or more")
+
+
+def check_whole(warmup_steps: int, decay_steps: int) -> None:
+    """Raises `ValueError` unless the warmup fits into the schedule."""
+    check_steps(warmup_steps=warmup_steps, decay_steps=decay_steps)
+    if decay_steps < warmup_steps:
+        raise ValueError(
+            f"decay_steps={decay_steps} counts the whole schedule, the warmup included: "
+            f"it must be at least warmup_steps={warmup_steps}"
+        )
