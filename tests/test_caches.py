@@ -6,6 +6,9 @@ Values are compared with a dense run all the way.
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,16 +16,16 @@ import torch
 from torch import Tensor
 
 import zfunc
-from tests.harness import assert_equal, gathered, ranks
+from tests.harness import assert_equal, ranks
 from tests.oracle import Oracle, Sgd
 from tests.ranks import run_ranks
+from tests.test_resolve import Counting
 from tests.test_stability import live_tensor_bytes
 from zfunc import optim
 
 ROUNDS = 300
-WARM = 150
+FEWER = 100  # where one rank repeats nothing
 RATE = 2.0**-10
-BATCH_BYTES = 2 * 4 * 4 * 8  # the two virtual ranks of one process stand at different calls
 NAMES = ["a", "b", "c"]
 
 
@@ -58,86 +61,139 @@ def generate(p: Any, length: int) -> Tensor:
     return x
 
 
-class Sizes:
-    """What the caches of a step and of a forward hold, and what they have done."""
+class Watch:
+    """What a step and a forward keep, and what each call exchanges with the other ranks."""
 
-    def __init__(self, step: zfunc.Step, forward: zfunc.Forward):
-        self.step, self.forward = step, forward
+    def __init__(self, mesh: zfunc.Mesh, capture: zfunc.Capture):
+        self.comm = Counting(mesh.comm)
+        mesh = dataclasses.replace(mesh, comm=self.comm)  # pyright: ignore
+        self.step = zfunc.shard(loss_fn, mesh, capture=capture)
+        self.forward = zfunc.infer(lambda p, x: apply_fn(p, x, 1), mesh)
 
-    def held(self) -> list[int]:
-        """Entries that may not outgrow their bounds."""
-        programs = [self.step._training.programs, self.forward._programs]
-        caches = [cache for p in programs for cache in (p.compiled, p.agreed.values())]
-        caches += [p.resolved.values() for p in programs]
-        return [*map(len, caches), len(self.step._training.tables), len(self.forward._tables)]
+    def programs(self) -> list[Any]:
+        """Every program that is kept; one that is built again is another object."""
+        kept = [self.step._training.programs, self.forward._programs]
+        return [
+            program
+            for caches in kept
+            for program in (*caches.compiled, *caches.resolved.values(), *caches.agreed.values())
+        ]
 
-    def done(self) -> tuple[int, ...]:
-        """Captures, and programs that ranks had to find together."""
-        programs = self.step._training.programs
-        misses = self.step.explain().misses, self.forward.explain().misses
-        return *misses, len(programs.agreed.values()), len(programs.resolved.values())
-
-
-def rounds(mesh: zfunc.Mesh, endless: bool) -> Any:
-    """Trains, evaluates and generates in turn; what is seen is kept as numbers, not as tensors."""
-    capture = zfunc.Capture(max_signatures=16, max_shape_misses=12)
-    step = zfunc.shard(loss_fn, mesh, capture=capture)
-    forward = zfunc.infer(lambda p, x: apply_fn(p, x, 1), mesh)
-    state = step.init(params(), optim.sgd(RATE))
-    sizes = Sizes(step, forward)
-    seen, marks = [], []
-    for number in range(ROUNDS):
-        if number in (WARM, ROUNDS - 1):
-            marks.append((sizes.done(), live_tensor_bytes()))
-        state, metrics = step(state, batch(mesh.rank, number, endless=endless))
-        if number % 10 == 0:
-            x = torch.ones(1 + (number // 10 + mesh.rank) % 5, 4, dtype=torch.float64)
-            out = forward(state.params, x)
-            made = generate(zfunc.gather(state.params), 1 + (number + mesh.rank) % 6)
-            values = [*gathered(state.params), out, made]
-            seen.append((float(metrics["loss"]), [value.tolist() for value in values]))
-    return seen, marks, sizes.held(), step.explain().signatures[-1].rung
+    def objects(self) -> Counter[str]:
+        """Living objects of the library's classes, by class."""
+        gc.collect()
+        types = [type(thing) for thing in gc.get_objects()]
+        return Counter(t.__qualname__ for t in types if str(t.__module__).startswith("zfunc"))
 
 
-def expected(world: int, endless: bool) -> list[Any]:
+@dataclasses.dataclass
+class Seen:
+    """What a rank saw: per round the loss and what follows it; at two marks, what it kept."""
+
+    rounds: list[tuple[float, list[Any]]]
+    exchanges: list[int]
+    rungs: list[str]
+    same_programs: bool
+    grown_bytes: int
+    grown: dict[str, int]
+    misses: tuple[int, int]
+    num_programs: int
+
+
+def one_round(
+    watch: Watch, state: Any, rank: int, number: int, endless: bool
+) -> tuple[Any, tuple[float, list[Any]]]:
+    """Trains, evaluates and generates; what is seen is kept as numbers, not as tensors."""
+    state, metrics = watch.step(state, batch(rank, number, endless=endless))
+    x = torch.ones(1 + (number + rank) % 5, 4, dtype=torch.float64)
+    out = watch.forward(state.params, x)
+    whole = zfunc.gather(state.params)
+    made = generate(whole, 1 + (number + rank) % 6)
+    values = [*(whole[name] for name in NAMES), out, made]
+    return state, (float(metrics["loss"]), [value.tolist() for value in values])
+
+
+def rounds(mesh: zfunc.Mesh, endless: bool) -> Seen:
+    """300 rounds, and what was kept between two of them."""
+    watch = Watch(mesh, zfunc.Capture(max_signatures=16, max_shape_misses=12))
+    state = watch.step.init(params(), optim.sgd(RATE))
+    seen, exchanges, marks = [], [], []
+    last = (FEWER if endless else ROUNDS) - 1
+    for number in range(last + 1):
+        if number in (last // 2, last):
+            marks.append((watch.programs(), live_tensor_bytes(), watch.objects()))
+        before = watch.comm.exchanges
+        state, values = one_round(watch, state, mesh.rank, number, endless)
+        exchanges.append(watch.comm.exchanges - before)
+        seen.append(values)
+    (first, live, objects), (kept, later, more) = marks
+    reports = watch.step.explain(), watch.forward.explain()
+    return Seen(
+        seen,
+        exchanges[last // 2 :],
+        [report.rung for report in reports[0].signatures],
+        set(map(id, first)) == set(map(id, kept)),
+        later - live,
+        {name: count for name, count in (more - objects).items() if count > 0},
+        (reports[0].misses, reports[1].misses),
+        len(kept),
+    )
+
+
+def expected(world: int, endless: bool) -> list[list[tuple[float, list[Tensor]]]]:
     """Per rank what a dense run gives."""
     oracle = Oracle(loss_fn, params(), Sgd(RATE), axes={"shard": world})
     seen: list[Any] = [[] for _ in range(world)]
-    for number in range(ROUNDS):
+    for number in range(FEWER if endless else ROUNDS):
         result = oracle.step([[batch(rank, number, endless=endless)] for rank in range(world)])
-        if number % 10:
-            continue
         for rank in range(world):
-            x = torch.ones(1 + (number // 10 + rank) % 5, 4, dtype=torch.float64)
+            x = torch.ones(1 + (number + rank) % 5, 4, dtype=torch.float64)
             made = generate(oracle.params, 1 + (number + rank) % 6)
             values = [*oracle.tensors, apply_fn(oracle.params, x, 1), made]
             seen[rank].append((result.loss, values))
     return seen
 
 
-def compare(results: list[Any], endless: bool) -> None:
-    for (seen, marks, held, _), wanted in zip(
-        results, expected(len(results), endless), strict=True
-    ):
-        for (loss, values), (right, tensors) in zip(seen, wanted, strict=True):
+def compare(results: list[Seen], endless: bool, *, alone: bool) -> None:
+    """`alone`: whether each rank has a process of its own, so that all it keeps is its own."""
+    for seen, wanted in zip(results, expected(len(results), endless), strict=True):
+        for (loss, values), (right, tensors) in zip(seen.rounds, wanted, strict=True):
             assert loss == pytest.approx(right, rel=1e-10)
             assert_equal([torch.tensor(x, dtype=torch.float64) for x in values], tensors, 1e-10)
-        (first, before), (last, after) = marks
-        assert first == last, "captures and negotiations end"
-        assert abs(after - before) <= BATCH_BYTES, "bytes of living tensors"
-        assert max(held) <= 64
+        assert seen.same_programs, "captures, plans and negotiations end"
+        # Step: agreement and status, that all are ready if ranks differ, weights if one of them
+        # calls its loss. Agreement of a forward and of a gather.
+        assert set(seen.exchanges) <= ({4 + 2} if endless else {4, 4 + 1})
+        if alone:
+            assert seen.grown_bytes == 0, "bytes of living tensors"
+            assert not seen.grown, "objects of the library"
+        assert seen.num_programs <= 16 + 16 + 2 + 5
+
+
+def signature(rank: int, number: int) -> tuple[int, int]:
+    given = batch(rank, number)
+    return given["x"].shape[0], given["branch"]
 
 
 def test_lengths_branches_and_functions_in_turn_on_processes() -> None:
-    compare(run_ranks(2, rounds, False, timeout_s=240), False)
+    results = run_ranks(2, rounds, False, timeout_s=240)
+    compare(results, False, alone=True)
+    for rank, seen in enumerate(results):
+        assert seen.misses == (len({signature(rank, number) for number in range(ROUNDS)}), 5), (
+            "each signature is captured once"
+        )
 
 
 def test_lengths_branches_and_functions_in_turn_on_virtual_ranks() -> None:
-    compare(ranks(2, rounds, False), False)
+    compare(ranks(2, rounds, False), False, alone=False)
 
 
 def test_lengths_that_never_repeat_on_one_rank_stall_nobody() -> None:
     """That rank stops tracing and calls its loss as it is; the other keeps its programs."""
     results = run_ranks(2, rounds, True, timeout_s=240)
-    compare(results, True)
-    assert results[0][3] == "dynamic" and results[1][3] == "traced"
+    compare(results, True, alone=True)
+    endless, other = results
+    assert endless.rungs[-1] == "dynamic" and set(other.rungs) == {"traced"}
+    assert endless.misses[0] == 12 + 1 and other.misses[0] == len(
+        {signature(1, number) for number in range(FEWER)}
+    )
