@@ -11,6 +11,7 @@ import gc
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -157,8 +158,8 @@ def compare(results: list[Seen], endless: bool, *, alone: bool) -> None:
     """`alone`: whether each rank has a process of its own, so that all it keeps is its own."""
     for seen, wanted in zip(results, expected(len(results), endless), strict=True):
         for (loss, values), (right, tensors) in zip(seen.rounds, wanted, strict=True):
-            assert loss == right
-            assert_equal([torch.tensor(x, dtype=torch.float64) for x in values], tensors)
+            assert loss == pytest.approx(right, rel=1e-10)
+            assert_equal([torch.tensor(x, dtype=torch.float64) for x in values], tensors, 1e-10)
         assert seen.same_programs, "captures, plans and negotiations end"
         # Step: agreement and status, that all are ready if ranks differ, weights if one of them
         # calls its loss. Agreement of a forward and of a gather.
