@@ -34,7 +34,15 @@ from zfunc.comm.start import connect
 from zfunc.errors import RankLostError, RemoteRankError
 from zfunc.meshes import Mesh
 
-__all__ = ["Outcome", "Ranks", "RanksError", "rank_pool", "run_ranks", "spawn_ranks"]
+__all__ = [
+    "Outcome",
+    "Ranks",
+    "RanksError",
+    "connected",
+    "rank_pool",
+    "run_ranks",
+    "spawn_ranks",
+]
 
 POOL_SIZE = 4
 _MESH_TIMEOUT_S = 30.0
@@ -270,7 +278,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
             started = time.perf_counter()
             try:
                 if key not in meshes:
-                    meshes[key] = _connect(store, axes, world, rank, mesh_timeout_s)
+                    meshes[key] = connected(store, axes, world, rank, mesh_timeout_s)
                 outcome = Outcome(fn(meshes[key], *args))
             except BaseException as error:
                 outcome = Outcome(error=_sendable(error), text=traceback.format_exc())
@@ -280,7 +288,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, mesh_timeout_s: 
             pipe.send_bytes(_packed(outcome))
 
 
-def _connect(
+def connected(
     store: Store, axes: Mapping[str, int], world: int, rank: int, timeout_s: float
 ) -> Mesh:
     """Makes a mesh once all its processes are there: its own bound may be short."""

@@ -8,7 +8,6 @@ comes after a fault can be compared bit for bit with a dense run that had none.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 import zfunc
-from tests.harness import gathered, integers, planned, tight
+from tests.harness import gathered, integers, planned, smallest_budget, tight
 from tests.oracle import Oracle, Sgd
 from zfunc import optim
 from zfunc.execute import Executor
@@ -69,9 +68,10 @@ CASES = {
 }
 
 
-def _under(limit: int, captured: Any, mesh: zfunc.Mesh, **given: Any) -> Program:
-    settings = given | {"live_bytes": limit, "bucket_bytes": BUCKET_BYTES}
-    return build(captured, mesh, **settings)
+def _unchecked(captured: Any, mesh: zfunc.Mesh, **given: Any) -> Program:
+    settings = given | {"bucket_bytes": BUCKET_BYTES}
+    limit = smallest_budget(captured, mesh, **settings)
+    return build(captured, mesh, **(settings | {"live_bytes": limit}))
 
 
 def loss(params: Any, batch: Any) -> Tensor:
@@ -124,22 +124,20 @@ class Training:
         state: the newest.
     """
 
-    def __init__(self, mesh: zfunc.Mesh, case: Case, *, limit: int | None = None, **options: Any):
+    def __init__(self, mesh: zfunc.Mesh, case: Case, *, checked: bool = True, **options: Any):
         """Makes the step and its state.
 
         Args:
             mesh: the mesh.
             case: the case.
-            limit: the smallest budget if it is known, so that nothing is searched or checked.
+            checked: whether programs under the smallest budget go to the checker.
             options: further options of `shard`.
         """
         self.mesh = mesh
         self.case = case
         self.run = step = zfunc.shard(loss, mesh, specs=case.specs, accum=case.accum, **options)
         if case.live_bytes == "least":
-            plan = tight(0.0, bucket_bytes=BUCKET_BYTES)
-            if limit is not None:
-                plan = functools.partial(_under, limit)
+            plan = tight(0.0, bucket_bytes=BUCKET_BYTES) if checked else _unchecked
             self.run = planned(step, plan)
         self.state = self.run.init(params(), optim.sgd(RATE))
 
