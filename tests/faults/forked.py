@@ -4,7 +4,6 @@ A fresh process takes seconds until it has imported and traced. So one process p
 ranks, say), and then forks the ranks of each job from what it has; they connect over gloo and go
 on. Ranks mostly wait for one another, so several groups live at a time. A rank may be killed or
 stopped; whatever is left of a group is killed when all its ranks have answered, stopped or died.
-The store where ranks meet has a process of its own, as with a launcher.
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RanksError, connected
-from zfunc.comm.compat import PrefixStore
 
 __all__ = ["Ending", "run_forked"]
 
-AT_ONCE = 12
+AT_ONCE = 20
 POLL_S = 0.02
 START_S = 5.0
 LOG_TAIL = 2000
@@ -142,7 +140,6 @@ def live_all(
     _await_threads()
     gc.collect()
     gc.freeze()
-    lifeline, port = _start_store()
     waiting = collections.deque(enumerate(jobs))
     groups: dict[int, _Group] = {}
     done: dict[int, list[Ending]] = {}
@@ -152,11 +149,10 @@ def live_all(
                 number, job = waiting.popleft()
                 base = Path(folder, str(number))
                 base.mkdir()
-                groups[number] = _Group(base, port, setting, lambda mesh, job=job: live(mesh, job))
+                groups[number] = _Group(base, setting, lambda mesh, job=job: live(mesh, job))
             wait([pipe for group in groups.values() for pipe in group.open_pipes()], POLL_S)
             for number in [number for number, group in groups.items() if group.ended()]:
                 done[number] = groups.pop(number).close()
-    lifeline.close()
     return [(job, done[number]) for number, job in enumerate(jobs)]
 
 
@@ -169,26 +165,10 @@ def _await_threads() -> None:
         time.sleep(POLL_S)
 
 
-def _start_store() -> tuple[Connection, int]:
-    """Forks the process that holds the store, for as long as the connection is open; its port."""
-    ours, theirs = Pipe()
-    if os.fork() == 0:
-        with contextlib.ExitStack() as last:
-            last.callback(os._exit, 0)
-            ours.close()
-            store = dist.TCPStore(  # pyright: ignore
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False
-            )
-            theirs.send(store.port)
-            theirs.poll(None)
-    theirs.close()
-    return ours, ours.recv()
-
-
 class _Group:
     """The processes of one job."""
 
-    def __init__(self, folder: Path, port: int, setting: Setting, live: Callable[[Any], Any]):
+    def __init__(self, folder: Path, setting: Setting, live: Callable[[Any], Any]):
         self._folder = folder
         self._deadline = time.monotonic() + setting.life_s
         self._pids: list[int] = []
@@ -200,7 +180,7 @@ class _Group:
             if pid == 0:
                 with contextlib.ExitStack() as last:
                     last.callback(os._exit, 1)
-                    _live(rank, folder, port, setting, live, theirs)
+                    _live(rank, folder, setting, live, theirs)
                     os._exit(0)
             theirs.close()
             self._pids.append(pid)
@@ -255,7 +235,6 @@ class _Group:
 def _live(
     rank: int,
     folder: Path,
-    port: int,
     setting: Setting,
     live: Callable[[Any], Any],
     pipe: Connection,
@@ -265,7 +244,7 @@ def _live(
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        store = PrefixStore(folder.name, dist.TCPStore("127.0.0.1", port))  # pyright: ignore
+        store = dist.FileStore(str(folder / "store"), setting.world)  # pyright: ignore
         mesh = connected(store, setting.axes, setting.world, rank, setting.mesh_timeout_s)
         ending = Ending(live(mesh))
     except BaseException:
