@@ -69,7 +69,7 @@ CASES = {
 
 
 def _unchecked(captured: Any, mesh: zfunc.Mesh, **given: Any) -> Program:
-    settings = given | {"bucket_bytes": BUCKET_BYTES}
+    settings: dict[str, Any] = given | {"bucket_bytes": BUCKET_BYTES}
     limit = smallest_budget(captured, mesh, **settings)
     return build(captured, mesh, **(settings | {"live_bytes": limit}))
 
