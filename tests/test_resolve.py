@@ -15,7 +15,6 @@ import zfunc.resolve
 from tests.checker import check, check_same_collectives, collective_sequence
 from tests.harness import assert_equal, checked, checked_unions, gathered, planned, ranks
 from tests.oracle import Oracle, Sgd
-from tests.ranks import run_ranks
 from zfunc import optim
 from zfunc.program.ir import Call, Gather, Reduce, Update
 
@@ -261,8 +260,8 @@ def test_a_union_that_is_over_the_budget_of_one_rank_is_not_used(only: int) -> N
     rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
     original = zfunc.resolve._fits
 
-    def fits(programs: Any, *args: Any) -> Any:
-        return programs.mesh.rank != only and original(programs, *args)
+    def fits(program: Any, mesh: zfunc.Mesh) -> bool:
+        return mesh.rank != only and original(program, mesh)
 
     with mock.patch.object(zfunc.resolve, "_fits", fits):
         results = ranks(2, train, rows)
@@ -395,42 +394,6 @@ def test_forwards_that_differ_unite(world: int) -> None:
     rows = [tuple(NAMES[: 2 + rank]) for rank in range(world)]
     for row, values in zip(rows, ranks(world, evaluate, rows), strict=True):
         assert values == [float(sum(params()[name].sum() for name in row))] * 2
-
-
-BUILDERS = ["_facts", "_packed", "_united", "with_ghosts"]
-
-
-def failing(mesh: zfunc.Mesh, builder: str, only: int) -> Any:
-    """One rank cannot build what was agreed on; then all can."""
-    rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
-    step = zfunc.shard(loss, mesh)
-    state = step.init(params(), optim.sgd(RATE))
-    original = getattr(zfunc.resolve, builder)
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise MemoryError("no room for a program")
-
-    seen = ""
-    mesh.comm.exchange(b"")  # pyright: ignore
-    if mesh.rank == only:
-        setattr(zfunc.resolve, builder, broken)
-    try:
-        step(state, rows[mesh.rank])
-    except (MemoryError, zfunc.RemoteRankError) as error:
-        seen = f"{type(error).__name__}: {error}"
-    finally:
-        setattr(zfunc.resolve, builder, original)
-    state, _ = step(state, rows[mesh.rank])
-    return seen, gathered(state.params)
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-def test_a_rank_that_cannot_build_the_union_is_an_error_everywhere(builder: str) -> None:
-    rows = [batch(0, NAMES[:4]), batch(1, NAMES[1:5])]
-    for rank, (seen, after) in enumerate(run_ranks(2, failing, builder, 1)):
-        word = "MemoryError" if rank == 1 else "RemoteRankError: step 0 failed on rank 1"
-        assert seen.startswith(word) and "no room for a program" in seen
-        assert_equal(after, dense(rows))
 
 
 def test_the_update_of_a_union_lists_every_leaf() -> None:

@@ -9,11 +9,12 @@ proposed, so a pattern that returns costs a lookup.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from zfunc.agree import Agreement, exchange_facts
 from zfunc.errors import BudgetError, ProgramMismatchError, explain
+from zfunc.meshes import Mesh
 from zfunc.passes import stages
 from zfunc.passes.buckets import first_uses
 from zfunc.passes.live import live_bytes
@@ -33,6 +34,9 @@ from zfunc.programs import Compiled, Programs
 __all__ = ["resolve"]
 
 _LONGEST = 1.5
+
+Kept = TypeVar("Kept")
+Told = TypeVar("Told")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -80,73 +84,125 @@ def resolve(
     # order, so they forget, and negotiate, alike.
     key = (facts, frozenset(zip(proposed.digests, proposed.patterns, strict=True)), update)
     agreed: _Resolution | None = programs.agreed.get(key)
+    program: Program | None = None
     if agreed is None:
-        agreed = _negotiate(programs, own, what, update)
+        agreed, program = _negotiate(programs, own, what, update)
         programs.agreed.put(key, agreed)
-    compiled: Compiled | None = programs.resolved.get((own, agreed))
-    failure: Exception | None = None
-    if compiled is None:
-        try:
-            compiled = _united(programs, own, agreed, update)
-            programs.resolved.put((own, agreed), compiled)
-        except Exception as error:
-            failure = error
     # A rank may have forgotten what others still know: whoever has to build it again may fail.
-    exchange_facts(programs.mesh, failure, what)
-    assert compiled is not None
+    compiled, _ = _telling(
+        programs, what, lambda: (_found_or_built(programs, own, agreed, program, update), None)
+    )
     return compiled
 
 
-def _united(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> Compiled:
-    """This rank's computation under what ranks settled on."""
+def _telling(
+    programs: Programs, what: str, make: Callable[[], tuple[Kept, Told]]
+) -> tuple[Kept, list[Told]]:
+    """Keeps one part of what is made and tells all ranks the other; gives what all ranks told.
+
+    Whatever can fail between two exchanges belongs in `make`, so that no rank waits for another
+    that has given up.
+
+    Raises:
+        RemoteRankError: another rank failed to make it (this rank raises its own error).
+    """
+    try:
+        kept, told = make()
+    except Exception as error:
+        exchange_facts(programs.mesh, error, what)
+        raise
+    return kept, exchange_facts(programs.mesh, told, what)
+
+
+def _found_or_built(
+    programs: Programs, own: Compiled, agreed: _Resolution, program: Program | None, update: bool
+) -> Compiled:
+    """This rank's computation under what ranks settled on; `program` if it was just made."""
+    found: Compiled | None = programs.resolved.get((own, agreed))
+    if found is None:
+        if program is None:
+            program = _united(programs, own, agreed, update)
+        found = own.with_program(program, programs.mesh)
+        programs.resolved.put((own, agreed), found)
+    return found
+
+
+def _united(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> Program:
     if agreed.merged is None:
-        program = _whole(programs, own, update)
-    else:
-        program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
-    return own.with_program(program, programs.mesh)
+        return _whole(programs, own, update)
+    return with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
 
 
-def _negotiate(programs: Programs, own: Compiled, what: str, update: bool) -> _Resolution:
+def _negotiate(
+    programs: Programs, own: Compiled, what: str, update: bool
+) -> tuple[_Resolution, Program]:
     """Exchanges what ranks use, then their sequences; every rank comes to the same result."""
-    mesh = programs.mesh
-    rows = exchange_facts(mesh, _stated(own), what)
+    _, rows = _telling(programs, what, lambda: (None, _facts(own)))
+    (agreed, packed), sequences = _telling(
+        programs, what, lambda: _sequence(programs, own, rows, what, update)
+    )
+    if None not in sequences:
+        num_asks = len(rows[0]["asks"])
+        (united, program), fits = _telling(
+            programs, what, lambda: _union(programs, agreed, packed, sequences, num_asks)
+        )
+        if all(fits):
+            return united, program
+    program, needed = _telling(programs, what, lambda: _try_whole(programs, own, update))
+    if program is None or any(needed):
+        raise _over_budget(programs, needed, what)
+    return _WHOLE, program
+
+
+def _sequence(
+    programs: Programs, own: Compiled, rows: Sequence[dict[str, Any]], what: str, update: bool
+) -> tuple[tuple[_Resolution, Program | None], list[Unit] | None]:
+    """What ranks settled on so far, and this rank's sequence under it; None if there is none."""
     _check_alike(rows, what)
     order, grads = (
         tuple(dict.fromkeys(_merged([row[key] for row in rows]))) for key in ("order", "grads")
     )
     agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
-    if all(row["traced"] for row in rows):
-        sequences = exchange_facts(mesh, _try_units(programs, own, agreed, update), what)
-        if None not in sequences:
-            merged = tuple(_merged(sequences))
-            longest = max(map(len, sequences))
-            # No rank can take part in a collective of the function that it does not make itself.
-            same = sum(unit.kind == "ask" for unit in merged) == len(rows[0]["asks"])
-            fits = (
-                same
-                and len(merged) <= _LONGEST * longest
-                and _fits(programs, own, dataclasses.replace(agreed, merged=merged), update)
-            )
-            if all(exchange_facts(mesh, fits, what)):
-                return dataclasses.replace(agreed, merged=merged)
-    _check_whole(programs, own, what, update)
-    return _WHOLE
+    if not all(row["traced"] for row in rows):
+        return (agreed, None), None
+    try:
+        packed = _packed(programs, own, agreed, update)
+    except BudgetError:
+        return (agreed, None), None
+    return (agreed, packed), units(packed)
+
+
+def _union(
+    programs: Programs,
+    agreed: _Resolution,
+    packed: Program | None,
+    told: Sequence[list[Unit] | None],
+    num_asks: int,
+) -> tuple[tuple[_Resolution, Program], bool]:
+    """The common sequence, this rank's program with it, and whether that may be used."""
+    assert packed is not None
+    sequences = [sequence for sequence in told if sequence is not None]
+    merged = tuple(_merged(sequences))
+    program = with_ghosts(packed, merged)
+    # No rank can take part in a collective of the function that it does not make itself.
+    same = sum(unit.kind == "ask" for unit in merged) == num_asks
+    short = len(merged) <= _LONGEST * max(map(len, sequences))
+    fits = same and short and _fits(program, programs.mesh)
+    return (dataclasses.replace(agreed, merged=merged), program), fits
 
 
 def _merged(sequences: Sequence[list[Any]]) -> list[Any]:
     """One sequence that contains each, whatever rank it is of."""
-    return merge_all(sorted(sequences))
+    different = [each for at, each in enumerate(sequences) if each not in sequences[:at]]
+    return merge_all(sorted(different))
 
 
-def _check_whole(programs: Programs, own: Compiled, what: str, update: bool) -> None:
-    """Raises `BudgetError` on every rank if the program that gathers all does not fit on one."""
-    needed = exchange_facts(programs.mesh, _bytes_short(programs, own, update), what)
-    if not any(needed):
-        return
+def _over_budget(programs: Programs, needed: Sequence[int], what: str) -> BudgetError:
+    """The error of every rank if the program that gathers all does not fit on one."""
     rank = needed.index(max(needed))
     limit = programs.prefetch.live_bytes
     limit = programs.mesh.hw.device_bytes // 4 if limit is None else limit
-    raise BudgetError(
+    return BudgetError(
         explain(
             f"{what}: ranks read different leaves, and neither what all of them read nor all "
             "parameters and gradients whole fit into the budget of every rank",
@@ -184,13 +240,6 @@ def _check_alike(rows: Sequence[dict[str, Any]], what: str) -> None:
                         do=do,
                     )
                 )
-
-
-def _stated(own: Compiled) -> dict[str, Any] | Exception:
-    try:
-        return _facts(own)
-    except Exception as error:
-        return error
 
 
 def _facts(own: Compiled) -> dict[str, Any]:
@@ -247,26 +296,9 @@ def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool
     return built["pack"]
 
 
-def _try_units(
-    programs: Programs, own: Compiled, agreed: _Resolution, update: bool
-) -> list[Unit] | Exception | None:
-    try:
-        return units(_packed(programs, own, agreed, update))
-    except BudgetError:
-        return None
-    except Exception as error:
-        return error
-
-
-def _fits(programs: Programs, own: Compiled, agreed: _Resolution, update: bool) -> bool | Exception:
-    """Whether the union keeps this rank's budget."""
-    assert agreed.merged is not None
-    try:
-        program = with_ghosts(_packed(programs, own, agreed, update), agreed.merged)
-    except Exception as error:
-        return error
-    sizes = dict(programs.mesh.axes)
-    during = live_bytes(program.ops, program.values, program.leaves, sizes)
+def _fits(program: Program, mesh: Mesh) -> bool:
+    """Whether a union keeps this rank's budget."""
+    during = live_bytes(program.ops, program.values, program.leaves, dict(mesh.axes))
     return max(during, default=0) <= (program.limit_bytes or 0)
 
 
@@ -276,12 +308,9 @@ def _whole(programs: Programs, own: Compiled, update: bool) -> Program:
     )
 
 
-def _bytes_short(programs: Programs, own: Compiled, update: bool) -> int | Exception:
-    """What the program that gathers all leaves first needs, if it does not fit; else 0."""
+def _try_whole(programs: Programs, own: Compiled, update: bool) -> tuple[Program | None, int]:
+    """The program that gathers all leaves first; else what it needs, which is more than it may."""
     try:
-        _whole(programs, own, update)
+        return _whole(programs, own, update), 0
     except BudgetError as error:
-        return error.needed_bytes
-    except Exception as error:
-        return error
-    return 0
+        return None, error.needed_bytes

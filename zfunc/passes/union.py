@@ -68,7 +68,11 @@ def merge(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     start = 0
     while start < min(len(a), len(b)) and a[start] == b[start]:
         start += 1
-    head, a, b = list(a[:start]), a[start:], b[start:]
+    stop = 0
+    while stop < min(len(a), len(b)) - start and a[-1 - stop] == b[-1 - stop]:
+        stop += 1
+    head, tail = list(a[:start]), a[len(a) - stop :]
+    a, b = a[start : len(a) - stop], b[start : len(b) - stop]
     common = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
     for i in range(len(a) - 1, -1, -1):
         row, below = common[i], common[i + 1]
@@ -86,7 +90,7 @@ def merge(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
         else:
             head.append(b[j])
             j += 1
-    return [*head, *a[i:], *b[j:]]
+    return [*head, *a[i:], *b[j:], *tail]
 
 
 def merge_all(sequences: Sequence[Sequence[Any]]) -> list[Any]:
