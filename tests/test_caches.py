@@ -6,22 +6,30 @@ Values are compared with a dense run all the way.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import importlib
+import itertools
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import zfunc
-from tests.harness import assert_equal, ranks
+import zfunc.programs
+from tests.harness import assert_equal, gathered, ranks
 from tests.oracle import Oracle, Sgd
 from tests.ranks import run_ranks
 from tests.test_resolve import Counting
 from tests.test_stability import live_tensor_bytes
 from zfunc import optim
+from zfunc.programs import Bounded
 
 ROUNDS = 300
 FEWER = 100  # where one rank repeats nothing
@@ -197,3 +205,139 @@ def test_lengths_that_never_repeat_on_one_rank_stall_nobody() -> None:
     assert endless.misses[0] == 12 + 1 and other.misses[0] == len(
         {signature(1, number) for number in range(FEWER)}
     )
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=40))
+def test_what_was_used_longest_ago_is_forgotten(size: int, calls: list[tuple[bool, int]]) -> None:
+    cache, order = Bounded[int, int](size), list[int]()
+    for at, (puts, key) in enumerate(calls):
+        if puts:
+            cache.put(key, at)
+        else:
+            found = cache.get(key)
+            assert (found is not None) == (key in order[-size:])
+        if puts or key in order[-size:]:
+            order = [*(other for other in order if other != key), key]
+        assert len(cache.values()) == len(order[-size:])
+
+
+def in_turn(mesh: zfunc.Mesh, turns: list[list[tuple[int, int]]], sizes: list[int]) -> Any:
+    """Steps in which rank `r` has the length and branch `turn[r]`; what is kept, built, asked."""
+    comm = Counting(mesh.comm)
+    capture = zfunc.Capture(max_signatures=sizes[mesh.rank], max_shape_misses=10_000)
+    step = zfunc.shard(loss_fn, dataclasses.replace(mesh, comm=comm), capture=capture)  # pyright: ignore
+    state = step.init(params(), optim.sgd(RATE))
+    programs, exchanges = step._training.programs, []
+    for turn in turns:
+        before = comm.exchanges
+        state, _ = step(state, row(mesh.rank, *turn[mesh.rank]))
+        exchanges.append(comm.exchanges - before)
+        kept = [len(programs.compiled), len(programs.resolved.values())]
+        assert max(*kept, len(programs._captured.values())) <= sizes[mesh.rank]
+    return gathered(state.params), programs.misses, exchanges
+
+
+def row(rank: int, length: int, branch: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(100 * rank + length)
+    x = torch.randn(length, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "branch": branch}
+
+
+def dense_in_turn(turns: list[list[tuple[int, int]]]) -> list[Tensor]:
+    world = len(turns[0])
+    oracle = Oracle(loss_fn, params(), Sgd(RATE), axes={"shard": world})
+    for turn in turns:
+        oracle.step([[row(rank, *turn[rank])] for rank in range(world)])
+    return oracle.tensors
+
+
+def test_a_rank_with_a_smaller_cache_captures_again_and_stalls_nobody() -> None:
+    """Rank 1 keeps one program: it builds its own again and what was agreed on, every time."""
+    turns = [[(1 + at % 3, at % 2), (1 + at % 2, (at // 2) % 2)] for at in range(24)]
+    results = ranks(2, in_turn, turns, [64, 1])
+    for after, _, exchanges in results:
+        assert_equal(after, dense_in_turn(turns), 1e-12)
+        assert max(exchanges[4:]) == 3, "agreement, that all are ready, status"
+    assert results[0][1] == len({turn[0] for turn in turns})
+    assert results[1][1] == 1 + sum(a[1] != b[1] for a, b in itertools.pairwise(turns))
+
+
+def test_ranks_forget_what_they_settled_on_alike() -> None:
+    """Fewer are remembered than there are: it is settled again, with the same values."""
+    kinds = [[(1, 0), (1, 1), (1, 1)], [(1, 0), (1, 0), (1, 1)], [(2, 1), (1, 0), (1, 1)]]
+    turns = [kinds[at // 3 % 3] if at % 2 else kinds[0] for at in range(18)]
+    with mock.patch.object(zfunc.programs, "_MAX_AGREED", 1):
+        results = ranks(3, in_turn, turns, [64, 1, 2])
+    for after, _, exchanges in results:
+        assert_equal(after, dense_in_turn(turns), 1e-12)
+        assert exchanges == results[0][2]
+
+
+def looks(p: Any, x: Tensor) -> Any:
+    """Python looks at a value, so that it is noted that this is called as it is."""
+    total = sum((x @ p[name]).sum() for name in sorted(p))
+    return total if float(total.detach()) > -1e9 else -total  # pyright: ignore
+
+
+def many_structures(mesh: zfunc.Mesh, count: int) -> list[int]:
+    """Gradients and a forward at parameters of ever another structure; what is kept of them."""
+    step, forward = zfunc.shard(looks, mesh), zfunc.infer(looks, mesh)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    states = []
+    for number in range(count):
+        states.append(step.init({f"leaf{number}": params()["a"]}, optim.sgd(0.0)))
+        for state in (states[-1], states[0]):
+            value, grads = step.value_and_grad(state.params, x)
+            assert value == forward(state.params, x)
+            assert_equal(gathered(grads), [torch.full((4, 4), 2.0, dtype=torch.float64)])
+        states = [step(state, x)[0] for state in states]
+    notes = []
+    for tables, programs in (
+        (step._training.tables, step._training.programs),
+        (forward._tables, forward._programs),
+    ):
+        notes += [len(tables), len(programs._calls), len(programs._dynamic)]
+    return notes
+
+
+def test_notes_of_structures_are_bounded() -> None:
+    """Also those of states whose tables were forgotten, and which go on."""
+    with contextlib.ExitStack() as patched:
+        for name, bound in (("training", "_MAX_TABLES"), ("spmd", "_MAX_TABLES")):
+            module = importlib.import_module(f"zfunc.{name}")
+            patched.enter_context(mock.patch.object(module, bound, 3))
+        patched.enter_context(mock.patch.object(zfunc.programs, "_MAX_NOTED", 4))
+        for notes in ranks(2, many_structures, 8):
+            assert max(notes) <= 4
+
+
+def endless(mesh: zfunc.Mesh) -> Any:
+    """A forward whose lengths never repeat on rank 0; one with a collective of its own."""
+    capture = zfunc.Capture(max_signatures=4, max_shape_misses=5)
+    teacher = zfunc.scatter(params()["c"], mesh, zfunc.Flat())
+    forward = zfunc.infer(lambda p, x: apply_fn(p, x, 1), mesh)
+    distil = zfunc.shard(lambda p, b: (b[0] @ (p["a"] - zfunc.gather(b[1]))).square().sum(), mesh)
+    for programs in (forward._programs, distil._training.programs):
+        programs.capture = capture
+    pieces = zfunc.scatter(params(), mesh, zfunc.Flat())
+    outs = []
+    for number in range(12):
+        x = torch.ones(1 + number if mesh.rank == 0 else 2, 4, dtype=torch.float64)
+        loss, _ = distil.value_and_grad(pieces, (x, teacher))
+        outs.append((forward(pieces, x), loss))
+    reports = forward.explain(), distil.explain()
+    return outs, [(report.signatures[-1].rung, report.misses) for report in reports]
+
+
+def test_lengths_that_never_repeat_in_a_forward_and_with_collectives() -> None:
+    """The forward is called as it is; a loss that communicates is traced for every length."""
+    (first, said), (second, quiet) = ranks(2, endless)
+    p = params()
+    for number, pair in enumerate(zip(first, second, strict=True)):
+        xs = [torch.ones(length, 4, dtype=torch.float64) for length in (1 + number, 2)]
+        loss = sum((x @ (p["a"] - p["c"])).square().sum() for x in xs) / 2
+        for (out, value), x in zip(pair, xs, strict=True):
+            assert_equal([out], [apply_fn(p, x, 1)], 1e-12)
+            assert float(value) == pytest.approx(float(loss), rel=1e-12)
+    assert said == [("dynamic", 5 + 1), ("traced", 12)]
+    assert quiet == [("traced", 1), ("traced", 1)]

@@ -38,6 +38,7 @@ __all__ = ["Compiled", "Programs", "takes_key"]
 _LOG = logging.getLogger("zfunc")
 # The same on every rank, whatever its options: ranks must forget what they agreed on alike.
 _MAX_AGREED = 256
+_MAX_NOTED = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -124,8 +125,9 @@ class Programs:
         self._known = Bounded[Hashable, Compiled](self.capture.max_signatures)
         self._captured = Bounded[Hashable, tuple[Traced, Program]](self.capture.max_signatures)
         self._checked = Bounded[Hashable, int](self.capture.max_signatures)
-        self._calls: dict[ParamTable, tuple[int, tuple[Argument, ...]]] = {}
-        self._dynamic: set[ParamTable] = set()
+        # States may outlive the tables that a step remembers, so these are bounded by themselves.
+        self._calls = Bounded[ParamTable, tuple[int, tuple[Argument, ...]]](_MAX_NOTED)
+        self._dynamic = Bounded[ParamTable, bool](_MAX_NOTED)
 
     def loss(
         self,
@@ -159,12 +161,12 @@ class Programs:
 
     def is_dynamic(self, table: ParamTable) -> bool:
         """Whether calls with these parameters are on the dynamic rung."""
-        return self.capture.rung == "dynamic" or table in self._dynamic
+        return self.capture.rung == "dynamic" or self._dynamic.get(table) is not None
 
     def forget(self, table: ParamTable) -> None:
         """Drops what was noted of a structure of parameters that is no longer in use."""
-        self._calls.pop(table, None)
-        self._dynamic.discard(table)
+        self._calls.drop(table)
+        self._dynamic.drop(table)
 
     @property
     def compiled(self) -> list[Compiled]:
@@ -201,7 +203,7 @@ class Programs:
             self._known.put(key, found)
         if refusal is not None:
             _LOG.warning("%s runs on the dynamic rung: %s", self.name, refusal)
-            self._dynamic.add(table)
+            self._dynamic.put(table, True)
         return found
 
     def _trace_or_find(
@@ -264,8 +266,8 @@ class Programs:
         self, table: ParamTable, batches: tuple[Argument, ...], kind: tuple[str, bool]
     ) -> None:
         """Sends a function to the dynamic rung whose shapes never end, if it can run there."""
-        count, before = self._calls.get(table, (0, batches))
-        self._calls[table] = count + 1, batches
+        count, before = self._calls.get(table) or (0, batches)
+        self._calls.put(table, (count + 1, batches))
         if self.capture.rung != "auto" or count != self.capture.max_shape_misses:
             return
         advice = explain(
@@ -344,6 +346,9 @@ class Bounded(Generic[K, V]):
         self._max_entries = max_entries
         self._entries: collections.OrderedDict[K, V] = collections.OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def get(self, key: K) -> V | None:
         """The entry, which becomes the one used last, or None."""
         if key not in self._entries:
@@ -352,10 +357,15 @@ class Bounded(Generic[K, V]):
         return self._entries[key]
 
     def put(self, key: K, value: V) -> None:
-        """Adds an entry."""
+        """Adds an entry, which becomes the one used last, or replaces it."""
         self._entries[key] = value
+        self._entries.move_to_end(key)
         while len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
+
+    def drop(self, key: K) -> None:
+        """Removes an entry, if there is one."""
+        self._entries.pop(key, None)
 
     def values(self) -> list[V]:
         """All entries, the one used last at the end."""
