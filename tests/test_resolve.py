@@ -298,6 +298,40 @@ def test_collectives_of_the_losses_themselves_must_agree() -> None:
         assert value == right
 
 
+def asking_between(p: Any, b: Any) -> Tensor:
+    """Sums something over all ranks between leaves that ranks read in different orders."""
+    first, second = b["names"]
+    mesh = b["more"].layout.mesh
+    summed = zfunc.scatter((b["x"] @ p[first]).sum(), mesh, zfunc.P(), reduce="sum").local
+    return (b["x"] @ p[second]).sum() * summed
+
+
+def ask_between(mesh: zfunc.Mesh, rows: list[Any]) -> Any:
+    step = planned(zfunc.shard(asking_between, mesh), checked(bucket_bytes=0))
+    state = step.init(params(), optim.sgd(RATE))
+    more = zfunc.scatter(torch.ones(4), mesh, zfunc.Flat())
+    _, grads = step.value_and_grad(state.params, rows[mesh.rank] | {"more": more})
+    return gathered(grads), step._training.programs.agreed.values()[-1].merged
+
+
+def test_a_collective_of_the_loss_that_a_union_would_repeat_is_made_once() -> None:
+    """Leaves before it on one rank come after it on the other: all leaves are gathered first."""
+    rows = [batch(rank, NAMES[:2][:: 1 - 2 * rank]) for rank in range(2)]
+    tree = {n: p.requires_grad_() for n, p in params().items()}
+    first, second = (
+        torch.stack([(row["x"] @ tree[row["names"][at]]).sum() for row in rows]).sum()
+        for at in range(2)
+    )
+    value = first * second / 2
+    leaves = [tree[name] for name in NAMES]
+    expected = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
+    with checked_unions(bucket_bytes=0):
+        results = ranks(2, ask_between, rows)
+    for grads, merged in results:
+        assert merged is None
+        assert_equal(grads, list(expected))
+
+
 def taught(p: Any, b: Any) -> Tensor:
     """Some ranks read a teacher that comes in pieces with the batch."""
     h = b["x"] @ p[b["name"]]

@@ -146,7 +146,7 @@ def _negotiate(
         (united, program), fits = _telling(
             programs, what, lambda: _union(programs, agreed, packed, sequences, num_asks)
         )
-        if all(fits):
+        if program is not None and all(fits):
             return united, program
     program, needed = _telling(programs, what, lambda: _try_whole(programs, own, update))
     if program is None or any(needed):
@@ -178,17 +178,18 @@ def _union(
     packed: Program | None,
     told: Sequence[list[Unit] | None],
     num_asks: int,
-) -> tuple[tuple[_Resolution, Program], bool]:
+) -> tuple[tuple[_Resolution, Program | None], bool]:
     """The common sequence, this rank's program with it, and whether that may be used."""
     assert packed is not None
     sequences = [sequence for sequence in told if sequence is not None]
     merged = tuple(_merged(sequences))
-    program = with_ghosts(packed, merged)
+    united = dataclasses.replace(agreed, merged=merged)
     # No rank can take part in a collective of the function that it does not make itself.
     same = sum(unit.kind == "ask" for unit in merged) == num_asks
-    short = len(merged) <= _LONGEST * max(map(len, sequences))
-    fits = same and short and _fits(program, programs.mesh)
-    return (dataclasses.replace(agreed, merged=merged), program), fits
+    if not same or len(merged) > _LONGEST * max(map(len, sequences)):
+        return (united, None), False
+    program = with_ghosts(packed, merged)
+    return (united, program), _fits(program, programs.mesh)
 
 
 def _merged(sequences: Sequence[list[Any]]) -> list[Any]:

@@ -72,9 +72,11 @@ def failing(mesh: zfunc.Mesh, rows: list[Any], only: int, settled: bool) -> Any:
     return seen[:-1], gathered(state.params)
 
 
-@pytest.mark.parametrize("look", [False, True], ids=["union", "whole"])
-@pytest.mark.parametrize("settled", [False, True], ids=["new", "settled"])
-@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize(
+    ("look", "settled", "only"),
+    [(False, False, 0), (True, False, 1), (False, True, 1), (True, True, 0)],
+    ids=["union", "whole", "settled union", "settled whole"],
+)
 def test_a_rank_that_fails_while_it_settles_is_an_error_everywhere(
     look: bool, settled: bool, only: int
 ) -> None:

@@ -74,6 +74,27 @@ def test_a_part_of_a_sequence_adds_nothing(whole: list[int], data: Any) -> None:
     assert merge(whole, part) == merge(part, whole) == whole
 
 
+class Counted(int):
+    """A number that counts its comparisons."""
+
+    seen = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.seen += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_difference_in_one_place_costs_no_more_than_reading_both() -> None:
+    head, tail = range(0, 1000), range(2000, 3000)
+    one, other = ([Counted(item) for item in [*head, *part, *tail]] for part in ([5, 6], [6, 7]))
+    Counted.seen = 0
+    merged, seen = merge(one, other), Counted.seen
+    assert merged == [*head, 5, 6, 7, *tail]
+    assert seen < 3 * len(one), "a table of all pairs would take len(one) ** 2"
+
+
 def test_where_either_may_come_first_the_smaller_does() -> None:
     gathers = [Unit("gather", (leaf,), "shard") for leaf in range(3)]
     assert merge(gathers[2:], gathers[:1]) == merge(gathers[:1], gathers[2:])
