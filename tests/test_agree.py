@@ -175,6 +175,47 @@ def test_a_rank_that_fails_before_it_communicates(kind: str) -> None:
     assert_equal(after, one_step({"shard": 2}))
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamic"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Mute(), "Mute: (no message: its __str__ raises ZeroDivisionError)"),
+        (ValueError("a\udc80b"), r"ValueError: a\udc80b"),
+        (ValueError("x" * 10**6), "ValueError: xxx"),
+    ],
+    ids=["mute", "surrogate", "endless"],
+)
+def test_exceptions_whose_message_cannot_be_sent(error: Exception, said: str, capture: str) -> None:
+    def loss(params: Any, index: Tensor) -> Tensor:
+        if index.shape[0] == 3:
+            raise error
+        return loss_fn(params, index)
+
+    def run(mesh: zfunc.Mesh) -> Any:
+        step = zfunc.shard(loss, mesh, capture=capture)
+        state = step.init(params(), optim.sgd(RATE))
+        bad = torch.tensor([1, 1, 1]) if mesh.rank == 1 else good(mesh.rank)
+        message = ""
+        try:
+            step(state, bad)
+        except zfunc.RemoteRankError as remote:
+            message = str(remote)
+        except type(error):
+            pass
+        state, _ = step(state, good(mesh.rank))
+        return message, gathered(state.params)
+
+    (one, after), (other, same) = ranks(2, run)
+    assert said in one and len(one) < 50_000 and not other
+    assert_equal(after, same)
+    assert_equal(after, one_step({"shard": 2}))
+
+
 def _settings(rank: int) -> dict[str, tuple[dict[str, Any], Any, str]]:
     odd = rank == 1
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random as python_random
 from collections.abc import Callable
 from pathlib import Path
@@ -301,6 +302,29 @@ def test_python_state_is_checked_on_request() -> None:
         step.value_and_grad(state.params, BATCH)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for it itself
+def test_what_the_compiler_runs_is_called_or_refused() -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return torch.compile(torch.relu, backend="eager")(x @ p["w"] + p["b"]).sum()
+
+    with pytest.raises(zfunc.CaptureError, match=r"(?s)compiler.*test_capture.py.*torch.where"):
+        run(loss)
+    step = zfunc.shard(loss, zfunc.mesh())
+    state = step.init(PARAMS, optim.sgd(0.5))
+    value, grads = step.value_and_grad(state.params, BATCH)
+    right, expected = eager(loss)
+    assert_equal([value, *tree.leaves(zfunc.gather(grads))], [right, *expected])
+    assert step.explain().signatures[-1].rung == "dynamic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A static value that compares by one of its fields."""
+
+    value: Any
+    note: str = dataclasses.field(compare=False)
+
+
 def signature(value: Any) -> Argument:
     return describe(value, "batch", torch.device("cpu"))[0]
 
@@ -312,6 +336,9 @@ def test_a_signature_is_equal_exactly_when_a_trace_may_be_reused() -> None:
         ({"a": x, "b": 1}, {"b": 1, "a": x + 1}),
         ([x, None, "s"], [x, None, "s"]),
         ({"x": x, "f": float("nan")}, {"x": x, "f": float("nan")}),
+        ({"x": x, "f": numpy.float32("nan")}, {"x": x, "f": numpy.float32("nan")}),
+        ({"x": x, "f": Setting(1, "a")}, {"x": x, "f": Setting(1, "b")}),
+        ({"x": x, "f": frozenset([1, 2])}, {"x": x, "f": frozenset([2, 1])}),
     ]
     other = [
         (x, torch.ones(3, 2)),
@@ -321,6 +348,11 @@ def test_a_signature_is_equal_exactly_when_a_trace_may_be_reused() -> None:
         ({"a": x, "b": 1}, {"a": x, "b": True}),
         ({"a": x, "b": 0.0}, {"a": x, "b": -0.0}),
         ({"a": x, "b": 1j}, {"a": x, "b": 1}),
+        ({"a": numpy.float32(0)}, {"a": numpy.float32(-0.0)}),
+        ({"a": Setting(1, "a")}, {"a": Setting(True, "a")}),
+        ({"a": Setting((0.0,), "a")}, {"a": Setting((-0.0,), "a")}),
+        ({"a": frozenset([1])}, {"a": frozenset([True])}),
+        ({"a": range(0, 3, 2)}, {"a": range(0, 4, 2)}),
         ({"a": x}, {"b": x}),
         ([x], (x,)),
         (x, None),

@@ -97,6 +97,24 @@ def test_a_state_with_other_parameters_trains_those() -> None:
     ranks(2, run)
 
 
+def test_a_state_of_another_structure_trains_that() -> None:
+    """With the leaves that a step made, under other keys, or with another optimizer."""
+
+    def run(mesh: zfunc.Mesh) -> None:
+        step, state, batch = make(mesh, donate=False)
+        state, _ = step(state, batch)
+        renamed = {"v": state.params["b"], "w": state.params["w"]}
+        with pytest.raises(zfunc.LayoutError, match=r"expected  opt_state.*'v'"):
+            step(dataclasses.replace(state, params=renamed), batch)
+        with pytest.raises(zfunc.LayoutError, match="optimizer's state"):
+            step(dataclasses.replace(state, tx=optim.sgd(0.1)), batch)
+        with pytest.raises(zfunc.LayoutError, match="takes a state"):
+            step(state.params, batch)  # pyright: ignore
+        step(state, batch)
+
+    ranks(1, run)
+
+
 def test_nothing_is_consumed_by_reading() -> None:
     def run(mesh: zfunc.Mesh) -> None:
         step, state, batch = make(mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import pickle
 from typing import Any
 
 import pytest
@@ -112,10 +113,30 @@ def test_the_lease_travels_with_the_tensor():
     leaves, structure = tree.flatten([leaf])
     rebuilt = tree.unflatten(structure, leaves)[0]
     shallow = copy.copy(leaf)
+    view = tree.map(lambda x: x.detach()[1:], leaf)
     consume(leaf, "step 1")
-    for holder in (same, rebuilt, shallow):
+    for holder in (same, rebuilt, shallow, view):
         with pytest.raises(DonatedStateError):
             _ = holder.local
+
+
+def test_a_copy_of_a_leaf_that_nobody_has_asked_for_its_lease():
+    leaf = make()
+    shallow = copy.copy(leaf)
+    consume(leaf, "step 1")
+    with pytest.raises(DonatedStateError):
+        _ = shallow.local
+
+
+def test_pickles_hold_a_tensor_and_a_lease_of_its_own():
+    leaf = make()
+    assert leaf.lease.covers(leaf.local)
+    again = pickle.loads(pickle.dumps(leaf))
+    assert again.layout == leaf.layout
+    consume(leaf, "step 1")
+    assert again.local.tolist() == [0, 1, 2]
+    with pytest.raises(DonatedStateError):
+        pickle.dumps(leaf)
 
 
 def test_another_tensor_starts_a_lease_of_its_own():

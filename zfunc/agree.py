@@ -15,8 +15,16 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from zfunc.errors import LayoutError, ProgramMismatchError, RankLostError, RemoteRankError, explain
+from zfunc.errors import (
+    CaptureError,
+    LayoutError,
+    ProgramMismatchError,
+    RankLostError,
+    RemoteRankError,
+    explain,
+)
 from zfunc.meshes import Mesh
+from zfunc.scope import scope
 
 __all__ = [
     "Agreement",
@@ -34,6 +42,7 @@ __all__ = [
 
 _OK, _FAILED = b"\x00", b"\x01"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_LONGEST_MESSAGE = 20_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class Agreement:
 
 def hash_of(*parts: object) -> bytes:
     """16 bytes that are equal on every rank for equal parts."""
-    return hashlib.blake2b(spelled(parts).encode(), digest_size=16).digest()
+    return hashlib.blake2b(_encoded(spelled(parts)), digest_size=16).digest()
 
 
 def spelled(part: object) -> str:
@@ -110,7 +119,18 @@ def telling_others(mesh: Mesh, what: str) -> Iterator[None]:
     Args:
         mesh: the mesh.
         what: the call, such as "step 3", for the message elsewhere.
+
+    Raises:
+        CaptureError: it is a call inside of a function that is being captured or called by another.
     """
+    if scope() is not None:
+        raise CaptureError(
+            explain(
+                f"{what} inside of a function that zfunc runs",
+                expected="gather and scatter as the only calls that communicate in there",
+                do="call it outside, and pass the result in the batch",
+            )
+        )
     try:
         yield
     except RankLostError:
@@ -171,7 +191,7 @@ def exchange_facts(mesh: Mesh, facts: Any, what: str) -> list[Any]:
     """
     failed = isinstance(facts, Exception)
     assert mesh.comm is not None
-    payload = (_FAILED if failed else _OK) + pickle.dumps(str(facts) if failed else facts)
+    payload = (_FAILED if failed else _OK) + pickle.dumps(_message(facts) if failed else facts)
     rows = mesh.comm.exchange(payload)
     bad = [rank for rank, row in enumerate(rows) if row[:1] == _FAILED]
     if failed:
@@ -188,15 +208,30 @@ def exchange_failures(mesh: Mesh, error: BaseException | None, what: str) -> lis
 
 
 def _exchange_messages(mesh: Mesh, error: BaseException | None, what: str) -> list[str]:
-    text = "" if error is None else f"{type(error).__name__}: {error}"
+    text = "" if error is None else f"{type(error).__name__}: {_message(error)}"
     assert mesh.comm is not None
-    return [row.decode(errors="replace") for row in mesh.comm.exchange(text.encode())]
+    return [row.decode(errors="replace") for row in mesh.comm.exchange(_encoded(text))]
+
+
+def _message(error: BaseException) -> str:
+    """What an exception says; others wait for it, so it may neither fail nor be endless."""
+    try:
+        text = str(error)
+    except Exception as problem:
+        return f"(no message: its __str__ raises {type(problem).__name__})"
+    if len(text) > _LONGEST_MESSAGE:
+        return f"{text[:_LONGEST_MESSAGE]} ... ({len(text)} characters)"
+    return text
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")
 
 
 def _raise_difference(mesh: Mesh, text: str, problem: str) -> NoReturn:
     """Exchanges texts and names the first line that differs from rank 0's."""
     assert mesh.comm is not None
-    rows = [row.decode().splitlines() for row in mesh.comm.exchange(text.encode())]
+    rows = [row.decode().splitlines() for row in mesh.comm.exchange(_encoded(text))]
     for rank, row in enumerate(rows):
         if row == rows[0]:
             continue

@@ -39,8 +39,9 @@ class Lease:
         self.consumed_by = ""
 
     def covers(self, local: Any) -> bool:
-        """Whether this lease was given for that very tensor."""
-        return self._tensor is not None and self._tensor() is local
+        """Whether this lease was given for that very tensor, or for one that it is a view of."""
+        own = None if self._tensor is None else self._tensor()
+        return own is not None and (own is local or _share(own, local))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Lease)
@@ -107,6 +108,12 @@ class Sharded:
         """The dtype of the leaf."""
         return self._local.dtype
 
+    def __copy__(self) -> Sharded:
+        return Sharded(self._local, self.layout, self.lease)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Sharded, (self.local, self.layout)
+
     def __repr__(self) -> str:
         dtype = str(getattr(self._local, "dtype", "?")).removeprefix("torch.")
         spec, mesh = self.layout.spec, self.layout.mesh
@@ -168,6 +175,14 @@ for _name in (
     "mod",
 ):
     setattr(Sharded, f"__{_name}__", _refusing(_name))
+
+
+def _share(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors use one buffer."""
+    try:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except (AttributeError, NotImplementedError):  # no tensor, or one that torch.func wraps
+        return False
 
 
 def is_sharded(node: Any) -> bool:

@@ -8,15 +8,46 @@ tensors.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as torch_pytree
 
+from zfunc.errors import LayoutError, explain
 from zfunc.tree import register_node
 
-__all__ = ["State"]
+__all__ = ["Memo", "State", "check_state"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Memo:
+    """What a step knows of a state that it made, as long as nobody has changed the state.
+
+    Attributes:
+        training: the step.
+        table: describes the parameters.
+        leaves: their `Sharded` leaves.
+        flat: all their leaves.
+        structure: of their tree.
+        opt_state: the optimizer's state.
+        tx: the optimizer.
+    """
+
+    training: Any
+    table: Any
+    leaves: list[Any]
+    flat: list[Any]
+    structure: Any
+    opt_state: Any
+    tx: Any
+
+    def fits(self, training: Any, state: State, flat: list[Any], structure: Any) -> bool:
+        """Whether a state is still what that step made of it."""
+        same = self.training is training and self.opt_state is state.opt_state
+        same = same and self.tx is state.tx and self.structure == structure
+        return same and len(flat) == len(self.flat) and all(map(operator.is_, flat, self.flat))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +70,22 @@ class State:
     scaler: Any
     tx: Any
     # What the step that made this state knows of it; a rebuilt state does without.
-    memo: Any = dataclasses.field(default=None, repr=False, compare=False)
+    memo: Memo | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return State, (*_children(self), self.tx)
+
+
+def check_state(state: Any) -> None:
+    """Raises `LayoutError` for anything that is no state."""
+    if not isinstance(state, State):
+        raise LayoutError(
+            explain(
+                "a step takes a state and a batch",
+                expected="what init, adopt or the last call returned",
+                got=type(state),
+            )
+        )
 
 
 _FIELDS = ("step", "params", "opt_state", "key", "scaler")

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
 from zfunc.resolve import resolve
 from zfunc.sharded import Sharded, is_sharded
-from zfunc.state import State
+from zfunc.state import Memo, State, check_state
 from zfunc.update import Updated, check_opt_state, commit, opt_state_like, renew
 
 __all__ = ["Options", "Prepared", "Training", "gradients", "prepare", "run_step"]
@@ -96,25 +95,6 @@ class Training:
         return torch.get_num_threads()
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Memo:
-    """What a step knows of a state that it made, as long as nobody has changed the state.
-
-    Attributes:
-        training: the step.
-        table: describes the parameters.
-        leaves: their `Sharded` leaves.
-        flat: all their leaves.
-        opt_state: the optimizer's state.
-    """
-
-    training: Training
-    table: ParamTable
-    leaves: list[Sharded]
-    flat: list[Any]
-    opt_state: Any
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prepared:
     """A call that is ready to run.
@@ -143,6 +123,7 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
     mesh, options = training.mesh, training.options
     with telling_others(mesh, "step"):
         check_real(mesh)
+        check_state(state)
         refuse_shapes([state.step], state=state)
         number = int(state.step)
         what = f"step {number}"
@@ -262,9 +243,7 @@ def known_leaves(
     """The table and leaves of a state; remembered by the state that a step made."""
     if state is not None and state.memo is not None:
         known = state.memo
-        now = tree.leaves(params, is_leaf=is_sharded)
-        same = known.training is training and known.opt_state is state.opt_state
-        if same and len(now) == len(known.flat) and all(map(operator.is_, now, known.flat)):
+        if known.fits(training, state, *tree.flatten(params, is_leaf=is_sharded)):
             return known.table, known.leaves
     structure = tree.structure(params)
     table = training.table(params, (structure, leaf_facts(params)))
@@ -407,8 +386,8 @@ def _next_state(
     if training.options.has_aux:
         metrics["aux"] = _aux(training, ready.compiled, outcome)
     params = ready.table.rebuild(leaves)
-    flat = tree.leaves(params, is_leaf=is_sharded)
-    memo = _Memo(training, ready.table, list(leaves), flat, opt_state)
+    flat, structure = tree.flatten(params, is_leaf=is_sharded)
+    memo = Memo(training, ready.table, list(leaves), flat, structure, opt_state, state.tx)
     step = state.step + 1
     return State(step, params, opt_state, state.key, state.scaler, state.tx, memo), metrics
 

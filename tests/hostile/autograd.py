@@ -49,6 +49,24 @@ class OldCube(torch.autograd.Function):
         return 6 * x**2 * grad
 
 
+class FirstRow(torch.autograd.Function):
+    """Its derivative writes the gradient into zeros that it has made."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x[0].clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.shape = inputs[0].shape
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
+        whole = grad.new_zeros(ctx.shape)
+        whole[0] = grad
+        return whole
+
+
 # torch warns of code of its own when it loads its rules for forward mode.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -59,6 +77,16 @@ with warnings.catch_warnings():
 @case(mlp, rows)
 def a_function_of_the_new_style(p: Any, b: Any) -> Tensor:
     return Cube.apply(forward(p, b["x"]).clamp(-2, 2)).sum()  # pyright: ignore
+
+
+@case(mlp, rows)
+def a_derivative_written_into_zeros(p: Any, b: Any) -> Tensor:
+    return forward(p, b["x"]).square().sum() + FirstRow.apply(p["a"]).sum()  # pyright: ignore
+
+
+@case(mlp, rows)
+def a_derivative_that_is_nothing_but_written_zeros(p: Any, b: Any) -> Tensor:
+    return FirstRow.apply(p["a"]).sum() * b["x"].sum()  # pyright: ignore
 
 
 @case(mlp, rows, rung=AUTOGRAD)

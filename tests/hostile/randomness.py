@@ -51,6 +51,21 @@ def dropout_by_the_global_generator(p: Any, b: Any) -> Tensor:
     return dropped(p, b)
 
 
+def dropped_after_a_draw(p: Any, b: Any) -> Tensor:
+    torch.rand(5)
+    return dropped(p, b)
+
+
+def dense_after_a_draw(p: Any, b: Any) -> Tensor:
+    torch.manual_seed(int(b["seed"]))
+    return dropped_after_a_draw(p, b)
+
+
+@case(mlp, seeded_rows, **(BY_SEED | {"dense": dense_after_a_draw}))
+def a_draw_that_nobody_reads(p: Any, b: Any) -> Tensor:
+    return dropped_after_a_draw(p, b)
+
+
 def _two(rank: int, step: int) -> Any:
     batch = seeded_rows(rank, step)
     return [batch, {"x": ints(7 + rank, 2, 4), "seed": torch.tensor(-1)}]

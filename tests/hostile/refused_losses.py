@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -74,6 +75,11 @@ def a_write_into_the_batch(p: Any, b: Any) -> Tensor:
     return forward(p, b["x"]).sum()
 
 
+@loss_refused(CaptureError, "params['b']", HERE, "clone", trainable=False)
+def running_statistics_that_are_parameters(p: Any, b: Any) -> Tensor:
+    return F.batch_norm(b["x"] @ p["a"], p["b"], p["b"].square(), training=True).sum()
+
+
 @loss_refused(CaptureError, "into a parameter", HERE, "clone", capture="dynamic")
 def a_write_into_a_parameter_on_the_dynamic_rung(p: Any, b: Any) -> Tensor:
     p["a"].mul_(2)
@@ -91,6 +97,31 @@ def a_write_without_gradient_on_the_dynamic_rung(p: Any, b: Any) -> Tensor:
 def a_write_into_the_batch_on_the_dynamic_rung(p: Any, b: Any) -> Tensor:
     b["x"].add_(1)
     return forward(p, b["x"]).sum()
+
+
+# What a loss calls.
+
+
+def _calls_a_step(mesh: zfunc.Mesh, state: zfunc.State, capture: str) -> None:
+    inner = zfunc.shard(lambda p, b: forward(p, b["x"]).sum(), mesh)
+
+    def loss(p: Any, b: Any) -> Tensor:
+        return forward(p, b["x"]).sum() * inner.value_and_grad(state.params, b)[0]
+
+    zfunc.shard(loss, mesh, capture=capture)(state, rows(mesh.rank, 0))
+
+
+INSIDE = ("value_and_grad inside of a function", "outside")
+
+
+@refused(CaptureError, *INSIDE)
+def a_step_inside_of_a_loss(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    _calls_a_step(mesh, state, "auto")
+
+
+@refused(CaptureError, *INSIDE)
+def a_step_inside_of_a_loss_on_the_dynamic_rung(mesh: zfunc.Mesh, state: zfunc.State) -> None:
+    _calls_a_step(mesh, state, "dynamic")
 
 
 # What a loss depends on besides its arguments.

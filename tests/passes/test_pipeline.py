@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -92,6 +93,22 @@ def test_the_smallest_budget_is_feasible_and_one_byte_less_is_not(
     with pytest.raises(zfunc.BudgetError) as again:
         plan(least - 1)
     assert again.value.needed_bytes == least
+
+
+def test_nothing_is_kept_up_to_an_op_that_needs_the_whole_budget() -> None:
+    """The largest element, found again in backward, next to a gather that leaves no room for it."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        first = [F.pad(leaf.view(-1)[:4], (0, max(0, 4 - leaf.numel()))) for leaf in p.values()]
+        return (x.sum(0) * first[0].amax() - first[1].amin()).clamp(-8, 8).square().sum()
+
+    params = {"a": torch.ones(3, 5).double(), "b": torch.ones(()).double()}
+    specs = zfunc.Flat("shard", min_numel=0)
+    batches = [torch.ones(2, 4).double()]
+    plan = tight(0.0, bucket_bytes=0)
+    program = lowered(loss, rank_of({"shard": 2}, 1), params, batches, plan, specs=specs)
+    most = params["a"].nbytes + 8 * params["a"].element_size()
+    assert max(live_bytes(program)) == program.limit_bytes == most
 
 
 def gathered_bytes(program: Program) -> int:

@@ -32,9 +32,11 @@ __all__ = [
     "UNSUPPORTED",
     "Lines",
     "annotate",
+    "declared",
     "fake_mode",
     "gradients",
     "has_derivative",
+    "is_compiler_refusal",
     "is_fake",
     "is_fake_refusal",
     "is_functorch_refusal",
@@ -55,6 +57,7 @@ _REFUSALS = (
     "would mutate a captured Tensor",
     "attempting to call Tensor.requires_grad_()",
 )
+_COMPILED = "using FX to symbolically trace a dynamo-optimized function"
 _REGION = "zfunc.remat."
 
 
@@ -66,6 +69,14 @@ def is_functorch_refusal(error: BaseException) -> bool:
 def is_hook_refusal(error: BaseException) -> bool:
     """Whether functorch refused to run inside of `torch.utils.checkpoint`."""
     return isinstance(error, RuntimeError) and _HOOKS in str(error)
+
+
+def is_compiler_refusal(error: BaseException) -> bool:
+    """Whether torch's compiler refused to run inside of a trace: `torch.compile`, `torch.cond`."""
+    name = type(error).__module__
+    return name.startswith("torch._dynamo") or (
+        isinstance(error, RuntimeError) and _COMPILED in str(error)
+    )
 
 
 def is_fake_refusal(error: BaseException) -> bool:
@@ -146,6 +157,16 @@ class Lines(TorchDispatchMode):
         if line := self._line():
             self._found.update(dict.fromkeys(range(start, num_nodes()), line))
         return out
+
+
+def declared(op: Any, args: Sequence[Any]) -> Any:
+    """The operator that does the same, and says in its schema which arguments it writes into.
+
+    Batch norm's own writes into its running statistics without saying so.
+    """
+    if op is torch.ops.aten.native_batch_norm.default and args[3] is not None and args[5]:
+        return torch.ops.aten._native_batch_norm_legit.default
+    return op
 
 
 def has_derivative(op: Any) -> bool:

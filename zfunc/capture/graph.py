@@ -29,6 +29,7 @@ from zfunc.program.ir import (
     Program,
     Ref,
     Value,
+    draws,
     mutates,
     reads,
     writes,
@@ -227,6 +228,7 @@ def leaf_of(slot: Any, full: int) -> Leaf:
 
 def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:
     """Adds one node's op and the values that it makes."""
+    node.target = compat.declared(node.target, node.args)
     fake = node.meta.get("val")
     if node.target is operator.getitem:
         source, index = node.args
@@ -352,6 +354,8 @@ def _micro(
 ) -> Micro:
     """Names the outputs: loss, weight, aux, gradients."""
     remaining = iter(outputs)
+    written = {build.values[value].owner for op in build.ops for value in mutates(op)}
+    zeros = {value for value in build.zeros if build.values[value].owner not in written}
     loss = weight = None
     if traced.has_loss:
         loss = build.own(next(remaining), "forward", dense=False)
@@ -362,7 +366,7 @@ def _micro(
     owners = {build.values[out].owner for out in (loss, weight, *aux) if out is not None}
     for leaf in leaves:
         grad = next(remaining) if leaf.trainable and next(present, False) else None
-        if grad is None or grad in build.zeros:
+        if grad is None or grad in zeros:
             grads.append(None)
             continue
         grad = build.own(grad, "backward", dense=True)
@@ -374,14 +378,17 @@ def _micro(
 
 
 def _live_ops(build: _Builder, outputs: tuple[int, ...]) -> list[Op]:
-    """Drops ops whose results nobody reads; a write into a storage that is read later stays."""
+    """Drops ops whose results nobody reads.
+
+    A write into a storage that is read later stays, and so does a draw: later ones depend on it.
+    """
     owner = [value.owner for value in build.values]
     needed = set(outputs)
     owners = {owner[value] for value in outputs}
     kept: list[Op] = []
     for op in reversed(build.ops):
         changes = any(owner[value] in owners for value in mutates(op))
-        if changes or isinstance(op, Collective) or needed & set(writes(op)):
+        if changes or isinstance(op, Collective) or draws(op) or needed & set(writes(op)):
             kept.append(op)
             needed.update(reads(op))
             owners.update(owner[value] for value in reads(op))

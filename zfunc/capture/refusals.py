@@ -73,6 +73,19 @@ def explained() -> Iterator[None]:
         if not compat.is_fake_refusal(error):
             raise
         raise _captured_tensor(error) from error
+    except Exception as error:
+        if not compat.is_compiler_refusal(error):
+            raise
+        raise CaptureError(
+            explain(
+                f"torch's compiler does not run inside of a trace at {_line_of(error)}",
+                expected="operators, without torch.compile, torch.cond, while_loop or scan",
+                got=str(error).splitlines()[0],
+                do="leave out torch.compile: the whole step is traced; write choices with"
+                " torch.where",
+            ),
+            runs_dynamic=True,
+        ) from error
 
 
 def _captured_tensor(error: BaseException) -> CaptureError:

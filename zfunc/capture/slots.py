@@ -7,9 +7,11 @@ on. The tuple of arguments is the signature that keys the capture cache.
 from __future__ import annotations
 
 import dataclasses
+import decimal
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
 from zfunc import tree
@@ -65,15 +67,15 @@ class Input:
 class Static:
     """Anything that is not a tensor: part of the signature by type and value.
 
-    Numbers are compared as they are spelled: -0.0 is not 0.0, and NaN is NaN.
+    Numbers are compared as they are spelled: -0.0 is not 0.0, and NaN is NaN; also inside of a
+    frozen set or dataclass.
     """
 
     kind: type
     value: Any
 
-    def _identity(self) -> tuple[type, Any]:
-        number = isinstance(self.value, float | complex)
-        return self.kind, repr(self.value) if number else self.value
+    def _identity(self) -> Any:
+        return _identity(self.value)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self._identity() == other._identity()
@@ -83,6 +85,22 @@ class Static:
 
 
 Slot = LeafSlot | ArgLeaf | Input | Static
+_SPELLED = (float, complex, numpy.generic, decimal.Decimal, range)
+
+
+def _identity(value: Any) -> Any:
+    """What tells a value from others that are equal to it, such as True from 1; hashable."""
+    kind = type(value)
+    if isinstance(value, _SPELLED):
+        return kind, repr(value)
+    if isinstance(value, tuple):
+        return kind, tuple(map(_identity, value))
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(_identity, value))
+    if kind.__eq__ is not object.__eq__ and dataclasses.is_dataclass(value):
+        compared = [field.name for field in dataclasses.fields(value) if field.compare]
+        return kind, value, tuple(_identity(getattr(value, name)) for name in compared)
+    return kind, value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

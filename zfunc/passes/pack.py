@@ -186,7 +186,7 @@ class _Demand:
         for at, items in enumerate(self.items):
             for item in sorted(items):
                 uses.setdefault(item, []).append(at)
-        capacity = [max(live_bytes - base, 0) for base in self.base]
+        capacity = [live_bytes - base for base in self.base]
         sizes = {item: self.program.values[item].nbytes for item in uses}
         gains = {item: sum(self.bytes[b] for b in self.roots(item)) + sizes[item] for item in uses}
         return _runs(uses, sizes, gains, capacity)
@@ -206,8 +206,7 @@ class _Demand:
         capacity = []
         for at in range(len(self.program.ops)):
             accessed = self.accessed(at, continued.get(at, ()))
-            free = live_bytes - self.base_bytes(at, accessed) - occupied[at]
-            capacity.append(max(free, 0))
+            capacity.append(live_bytes - self.base_bytes(at, accessed) - occupied[at])
             for bucket in sorted(accessed):
                 uses.setdefault(bucket, []).append(at)
         sizes = dict(enumerate(self.bytes))
@@ -220,9 +219,19 @@ def _runs(
     gains: Mapping[int, int],
     capacity: list[int],
 ) -> dict[int, list[Run]]:
-    """Packs the reuse intervals of some items and joins the kept ones to runs."""
-    spans = [(k, a, b) for k, at in uses.items() for a, b in itertools.pairwise(at)]
-    kept = pack([Interval(a, b, sizes[k], gains[k]) for k, a, b in spans], capacity)
+    """Packs the reuse intervals of some items and joins the kept ones to runs.
+
+    Where the capacity is negative, only what is made anew for the op, one thing after the other,
+    is known to fit: nothing is kept up to there or from there on.
+    """
+    spans = [
+        (k, a, b)
+        for k, at in uses.items()
+        for a, b in itertools.pairwise(at)
+        if min(capacity[a], capacity[b]) >= 0
+    ]
+    room = [max(free, 0) for free in capacity]
+    kept = pack([Interval(a, b, sizes[k], gains[k]) for k, a, b in spans], room)
     joined = {(k, a) for i, (k, a, _) in enumerate(spans) if i in kept}
     runs: dict[int, list[Run]] = {}
     for k, at in uses.items():
