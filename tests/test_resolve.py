@@ -103,10 +103,10 @@ def test_ranks_that_differ_little_unite() -> None:
 
 def test_ranks_that_differ_much_gather_everything() -> None:
     """Leaves as large as a bucket, in orders that have little in common: no union is short."""
-    rows = [batch(0, NAMES), batch(1, NAMES[::-1])]
+    rows = [batch(0, NAMES), batch(1, NAMES[::-1]), batch(2, NAMES[4:] + NAMES[:4])]
     large = {name: torch.eye(200).double() for name in NAMES}
     x = torch.ones(1, 200).double()
-    oracle = Oracle(loss, large, Sgd(RATE), axes={"shard": 2})
+    oracle = Oracle(loss, large, Sgd(RATE), axes={"shard": 3})
     oracle.step([[row | {"x": x}] for row in rows])
 
     def run(mesh: zfunc.Mesh) -> Any:
@@ -115,7 +115,7 @@ def test_ranks_that_differ_much_gather_everything() -> None:
         state, _ = step(state, rows[mesh.rank] | {"x": x})
         return gathered(state.params), step._training.programs.resolved.values()[-1].program
 
-    results = ranks(2, run)
+    results = ranks(3, run)
     for after, program in results:
         assert_equal(after, oracle.tensors)
         check(program)

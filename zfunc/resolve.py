@@ -22,6 +22,7 @@ from zfunc.passes.union import (
     Unit,
     grads_done,
     merge_all,
+    merge_units,
     units,
     with_ghosts,
     with_weight,
@@ -160,7 +161,7 @@ def _sequence(
     """What ranks settled on so far, and this rank's sequence under it; None if there is none."""
     _check_alike(rows, what)
     order, grads = (
-        tuple(dict.fromkeys(_merged([row[key] for row in rows]))) for key in ("order", "grads")
+        tuple(dict.fromkeys(merge_all([row[key] for row in rows]))) for key in ("order", "grads")
     )
     agreed = _Resolution(order, grads, any(row["weighted"] for row in rows), None)
     if not all(row["traced"] for row in rows):
@@ -182,7 +183,7 @@ def _union(
     """The common sequence, this rank's program with it, and whether that may be used."""
     assert packed is not None
     sequences = [sequence for sequence in told if sequence is not None]
-    merged = tuple(_merged(sequences))
+    merged = tuple(merge_units(sequences))
     united = dataclasses.replace(agreed, merged=merged)
     # No rank can take part in a collective of the function that it does not make itself.
     same = sum(unit.kind == "ask" for unit in merged) == num_asks
@@ -190,12 +191,6 @@ def _union(
         return (united, None), False
     program = with_ghosts(packed, merged)
     return (united, program), _fits(program, programs.mesh)
-
-
-def _merged(sequences: Sequence[list[Any]]) -> list[Any]:
-    """One sequence that contains each, whatever rank it is of."""
-    different = [each for at, each in enumerate(sequences) if each not in sequences[:at]]
-    return merge_all(sorted(different))
 
 
 def _over_budget(programs: Programs, needed: Sequence[int], what: str) -> BudgetError:
@@ -292,6 +287,7 @@ def _packed(programs: Programs, own: Compiled, agreed: _Resolution, update: bool
             live_bytes=programs.prefetch.live_bytes,
             ahead_bytes=0,
             leaf_order=agreed.leaf_order,
+            grad_order=agreed.grads,
         )
     )
     return built["pack"]

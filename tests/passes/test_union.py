@@ -25,13 +25,14 @@ from zfunc.passes.union import (
     grads_done,
     merge,
     merge_all,
+    merge_units,
     units,
     with_ghosts,
     with_weight,
     with_zero_grads,
 )
 from zfunc.program.digest import digest
-from zfunc.program.ir import Accumulate, Compute, Free, Gather, Program, Reduce, Status, writes
+from zfunc.program.ir import Accumulate, Compute, Free, Gather, Program, Reduce, writes
 
 SHORT = st.lists(st.integers(0, 2), max_size=4)
 AXES = st.sampled_from([{"shard": 2}, {"shard": 3}, {"replica": 2, "shard": 2}])
@@ -150,11 +151,11 @@ def test_every_rank_gets_the_same_collectives_and_keeps_its_computation(
     micros = [[with_zero_grads(micro, used) for micro in rank] for rank in made]
     order = list(dict.fromkeys(merge_all([first_uses(m.leaves, m.ops, {}) for (m, *_) in micros])))
     order += [leaf for leaf in used if leaf not in order]
-    options: dict[str, Any] = {"update": update, "leaf_order": order}
+    options: dict[str, Any] = {"update": update, "leaf_order": order, "grad_order": used}
     if tight:
         options["live_bytes"] = max(least(rank, mesh, **options) for rank in micros)
     own = [packed(rank, mesh, **options) for rank in micros]
-    merged = merge_all([units(program) for program in own])
+    merged = merge_units([units(program) for program in own])
     programs = [with_ghosts(program, merged) for program in own]
     for program, alone, before in zip(programs, own, made, strict=True):
         check(program, before=before, united=True, budget_bytes=max(live_bytes(program)))
@@ -180,29 +181,46 @@ def test_forward_programs_end_with_what_only_others_read(reads: list[list[str]])
     for names in reads:
         forward.lower(state.params, torch.ones(2, 4), tuple(names))
         own.append(packed(list(forward._programs.compiled[-1].micros), mesh, update=False))
-    merged = merge_all([units(program) for program in own])
+    merged = merge_units([units(program) for program in own])
     for program in (with_ghosts(one, merged) for one in own):
         check(program)
         assert units(program) == merged
 
 
-def test_what_only_others_need_is_zeros_and_a_copy_that_is_dropped_at_once() -> None:
+def test_what_only_others_read_is_a_copy_that_is_dropped_at_once() -> None:
     (one, mesh), (other, _) = captured("ab"), captured("b")
     one, other = (with_zero_grads(micro, (1, 0)) for micro in (one, other))
-    ours, theirs = (packed([m], mesh, update=True, leaf_order=(0, 1)) for m in (one, other))
-    merged = [Unit("reduce", (0,), "0 shard:True"), *merge(units(ours), units(theirs))]
-    program = with_ghosts(theirs, merged)
+    options: dict[str, Any] = {"update": True, "leaf_order": (0, 1), "grad_order": (1, 0)}
+    ours, theirs = (packed([micro], mesh, **options) for micro in (one, other))
+    program = with_ghosts(theirs, merge_units([units(ours), units(theirs)]))
     check(program)
-    at = next(i for i, op in enumerate(program.ops) if isinstance(op, Reduce))
-    made, reduce = program.ops[at - 1], program.ops[at]
-    assert isinstance(made, Compute) and isinstance(reduce, Reduce)
-    assert made.target is torch.ops.aten.zeros.default and made.outs == reduce.ins
     gathers = [i for i, op in enumerate(program.ops) if isinstance(op, Gather)]
-    first, _, freed = program.ops[gathers[0] : gathers[0] + 3]
+    (first, _, freed) = program.ops[gathers[0] : gathers[0] + 3]
+    assert isinstance(first, Gather) and first.leaves == (0,)
     assert isinstance(freed, Free) and writes(first) == freed.values
-    status = next(op for op in program.ops if isinstance(op, Status))
-    (added,) = [op for op in program.ops if isinstance(op, Accumulate)]
-    assert added.ins == reduce.outs and set(added.into) <= set(status.grads)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_gradients_wait_for_their_turn_in_every_micro_batch(order: tuple[int, ...]) -> None:
+    (one, mesh), (other, _) = captured("abc"), captured("cb")
+    micros = [with_zero_grads(micro, order) for micro in (one, other)]
+    program = packed(micros, mesh, update=True, leaf_order=(0, 1, 2), grad_order=order)
+    check(program, before=[one, other], united=True)
+    reduced = [op.leaves for op in program.ops if isinstance(op, Reduce)]
+    assert reduced == [(leaf,) for leaf in order] * 2
+    sums = [op for op in program.ops if isinstance(op, Accumulate)]
+    assert len(sums) == 3, "the second micro-batch is added to the first"
+
+
+def test_reduces_are_common_and_gathers_between_them_merge() -> None:
+    def sequence(text: str) -> list[Unit]:
+        kinds = {True: "gather", False: "reduce"}
+        return [Unit(kinds[letter.islower()], (ord(letter),), "shard") for letter in text]
+
+    assert merge_units([sequence("abXcY"), sequence("bXY"), sequence("aXdY")]) == sequence("abXcdY")
+    assert merge_units([sequence("aXb"), sequence("bXa")]) == sequence("abXab")
+    with pytest.raises(AssertionError):
+        merge_units([sequence("aXY"), sequence("aYX")])
 
 
 def test_zero_gradients_are_given_to_those_that_have_none() -> None:

@@ -31,6 +31,7 @@ def stages(
     ahead_bytes: int | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     leaf_order: Sequence[int] | None = None,
+    grad_order: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, Program]]:
     """Runs the pipeline and yields the program after each pass.
 
@@ -43,6 +44,7 @@ def stages(
         ahead_bytes: see `order`.
         bucket_bytes: see `buckets`.
         leaf_order: see `buckets`.
+        grad_order: see `accumulate`.
 
     Yields:
         The name of each pass and the program after it.
@@ -53,7 +55,12 @@ def stages(
     sizes = dict(mesh.axes)
     micros = [rematerialise(program) for program in captured]
     program = accumulate(
-        micros, mesh, update=update, bucket_bytes=bucket_bytes, leaf_order=leaf_order
+        micros,
+        mesh,
+        update=update,
+        bucket_bytes=bucket_bytes,
+        leaf_order=leaf_order,
+        grad_order=grad_order,
     )
     yield "accumulate", program
     program = derive(program)

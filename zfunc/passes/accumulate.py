@@ -45,6 +45,7 @@ def accumulate(
     update: bool,
     bucket_bytes: int = BUCKET_BYTES,
     leaf_order: Sequence[int] | None = None,
+    grad_order: Sequence[int] | None = None,
     once: bool = False,
 ) -> Program:
     """Joins captured micro-batches to one program.
@@ -55,6 +56,8 @@ def accumulate(
         update: whether an optimizer update follows (mode "step"), else the gradients are results.
         bucket_bytes: see `buckets`.
         leaf_order: see `buckets`.
+        grad_order: the leaves in the order in which ranks agreed to reduce their gradients, which
+            then wait for one another; None to reduce each bucket as soon as it is complete.
         once: sum every gradient locally and reduce it once, whatever its spec says.
 
     Returns:
@@ -75,7 +78,11 @@ def accumulate(
         tuple(i for i in group if join.leaves[i].trainable)
         for group in buckets(tuple(join.leaves), join.ops, {}, bucket_bytes, list(order))
     ]
-    reduced = join.reduce([group for group in groups if group])
+    groups = [group for group in groups if group]
+    if grad_order is not None:
+        turn = {leaf: at for at, leaf in enumerate(grad_order)}
+        groups.sort(key=lambda group: max((turn[i] for i in group if i in turn), default=-1))
+    reduced = join.reduce(groups, in_order=grad_order is not None)
     tail: list[Op] = [
         Status(
             tuple(m.loss for m in join.micros if m.loss is not None),
@@ -138,17 +145,20 @@ class _Join:
         (ends,) = micro.micros
         self.micros.append(_rename_micro(ends, names))
 
-    def reduce(self, groups: list[tuple[int, ...]]) -> tuple[int | None, ...]:
+    def reduce(self, groups: list[tuple[int, ...]], *, in_order: bool) -> tuple[int | None, ...]:
         """Inserts reduces and accumulation; returns each trainable leaf's reduced gradient."""
         sums: dict[int, int] = {}
         after: dict[int, list[Op]] = {}
         done = self._last_touches()
+        at = -1
         for micro in self.micros:
             for group in groups:
                 fresh = {i: grad for i in group if (grad := micro.grads[i]) is not None}
                 if not fresh:
                     continue
-                emit = after.setdefault(max(done[grad] for grad in fresh.values()), [])
+                complete = max(done[grad] for grad in fresh.values())
+                at = max(complete, at) if in_order else complete
+                emit = after.setdefault(at, [])
                 for i, grad in fresh.items():
                     self._mark(grad, "grad" if self._steps(i) else "shard")
                 if self._per_micro(group[0]):

@@ -1,13 +1,15 @@
 """Union: programs of ranks that do not use the same leaves, made to communicate alike.
 
-Ranks merge their sequences of collectives to a shortest common supersequence; each then takes part
-in what the others need: a gather whose copy it drops, a reduce to which it adds zeros. Every rank
-computes what it would have computed alone.
+Every rank reduces the gradients of all, its own or zeros, in one agreed order: sums are those of
+ranks that run one program. Between two reduces ranks merge their sequences of gathers to a shortest
+common supersequence; each then takes part in what the others need: a gather whose copy it drops.
+Every rank computes what it would have computed alone.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,6 @@ import torch
 
 from zfunc.layout import ShapeDtype
 from zfunc.program.ir import (
-    Accumulate,
     Collective,
     Compute,
     Free,
@@ -36,6 +37,7 @@ __all__ = [
     "grads_done",
     "merge",
     "merge_all",
+    "merge_units",
     "units",
     "with_ghosts",
     "with_weight",
@@ -93,12 +95,25 @@ def merge(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return [*head, *a[i:], *b[j:], *tail]
 
 
-def merge_all(sequences: Sequence[Sequence[Any]]) -> list[Any]:
-    """Merges the sequences of all ranks, in rank order."""
-    merged: list[Any] = []
+def merge_all(sequences: Sequence[list[Any]]) -> list[Any]:
+    """Merges some sequences into one that contains each, whatever their order."""
+    different = [each for at, each in enumerate(sequences) if each not in sequences[:at]]
+    return functools.reduce(merge, sorted(different), [])
+
+
+def merge_units(sequences: Sequence[list[Unit]]) -> list[Unit]:
+    """Merges what ranks do between one reduce and the next; the reduces they have in common."""
+    stretches: list[list[list[Unit]]] = []
+    reduces: list[list[Unit]] = []
     for sequence in sequences:
-        merged = merge(merged, sequence)
-    return merged
+        stretches.append([[]])
+        reduces.append([unit for unit in sequence if unit.kind == "reduce"])
+        for unit in sequence:
+            stretches[-1][-1].append(unit)
+            if unit.kind == "reduce":
+                stretches[-1].append([])
+    assert all(each == reduces[0] for each in reduces)
+    return [unit for each in zip(*stretches, strict=True) for unit in merge_all(each)]
 
 
 def grads_done(program: Program) -> dict[int, int]:
@@ -129,7 +144,7 @@ def with_zero_grads(program: Program, leaves: Sequence[int]) -> Program:
             at = max(at, done[i])
         else:
             leaf = program.leaves[i]
-            grads[i] = _zeros(values, after.setdefault(at, []), leaf, leaf.spec)
+            grads[i] = _zeros(values, after.setdefault(at, []), leaf)
     ops = [*after.get(-1, ())]
     ops += [new for at, op in enumerate(program.ops) for new in (op, *after.get(at, ()))]
     return dataclasses.replace(
@@ -158,7 +173,7 @@ def with_weight(program: Program) -> Program:
 
 
 def with_ghosts(program: Program, merged: Sequence[Unit]) -> Program:
-    """Inserts what a rank does only because others need it.
+    """Inserts what a rank gathers only because others need it, and drops the copy at once.
 
     Args:
         program: a program after `pack`, its collectives awaited at once.
@@ -169,22 +184,31 @@ def with_ghosts(program: Program, merged: Sequence[Unit]) -> Program:
     """
     values = list(program.values)
     ops: list[Op] = []
-    tail: list[Op] = []
     token = 1 + max((op.token for op in program.ops if isinstance(op, Wait)), default=-1)
-    templates = _templates(program)
     remaining = list(merged)
+
+    def add_ghost() -> None:
+        nonlocal token
+        ghost = remaining.pop(0)
+        assert ghost.kind == "gather"
+        outs: list[int] = []
+        for i in ghost.leaves:
+            leaf = program.leaves[i]
+            outs.append(len(values))
+            values.append(Value(leaf.path, leaf.spec, len(values), leaf.spec.nbytes, "copy"))
+        copies = tuple(outs)
+        ops.extend([Gather(ghost.detail, ghost.leaves, copies, token), Wait(token), Free(copies)])
+        token += 1
+
     for op, unit in zip(program.ops, _each_unit(program.ops), strict=True):
         ends = isinstance(op, Status)
         while remaining and (ends or unit is not None) and (ends or remaining[0] != unit):
-            ghost = remaining.pop(0)
-            token = _add_ghost(program, ghost, templates, values, ops, tail, token)
+            add_ghost()
         if unit is not None:
             remaining.pop(0)
-        if ends:
-            ops += tail
         ops.append(op)
-    for ghost in remaining:  # a forward without collectives of its own has no status
-        token = _add_ghost(program, ghost, templates, values, ops, tail, token)
+    while remaining:  # a forward without collectives of its own has no status
+        add_ghost()
     return dataclasses.replace(program, values=tuple(values), ops=tuple(ops))
 
 
@@ -229,69 +253,11 @@ def _continues(ops: Sequence[Op], at: int) -> bool:
     return False
 
 
-def _templates(program: Program) -> dict[tuple[int, ...], list[Reduce]]:
-    """The reduces of each bucket, as the program itself does them."""
-    found: dict[tuple[int, ...], list[Reduce]] = {}
-    for at, op in enumerate(program.ops):
-        if isinstance(op, Reduce) and op.leaves not in found and not _continues(program.ops, at):
-            found[op.leaves] = _chain(program.ops, at)
-    return found
-
-
-def _add_ghost(
-    program: Program,
-    ghost: Unit,
-    templates: dict[tuple[int, ...], list[Reduce]],
-    values: list[Value],
-    ops: list[Op],
-    tail: list[Op],
-    token: int,
-) -> int:
-    """Adds one unit that only other ranks need; returns the next free token."""
-    if ghost.kind == "gather":
-        outs = []
-        for i in ghost.leaves:
-            leaf = program.leaves[i]
-            outs.append(len(values))
-            values.append(Value(leaf.path, leaf.spec, len(values), leaf.spec.nbytes, "copy"))
-        ops += [Gather(ghost.detail, ghost.leaves, tuple(outs), token), Wait(token)]
-        ops.append(Free(tuple(outs)))
-        return token + 1
-    chain = templates[ghost.leaves]
-    ins = tuple(
-        _zeros(values, ops, program.leaves[i], values[grad].spec, role="grad")
-        for i, grad in zip(ghost.leaves, chain[0].ins, strict=True)
-    )
-    for step in chain:
-        outs = []
-        for out in step.outs:
-            outs.append(len(values))
-            values.append(dataclasses.replace(values[out], owner=len(values)))
-        ops += [dataclasses.replace(step, ins=ins, outs=tuple(outs), token=token), Wait(token)]
-        ops.append(Free(ins))
-        ins = tuple(outs)
-        token += 1
-    sums = _final_sums(program, ghost.leaves)
-    tail += [Accumulate(sums, ins), Free(ins)]
-    return token
-
-
-def _final_sums(program: Program, leaves: tuple[int, ...]) -> tuple[int, ...]:
-    """The values that hold the whole step's reduced gradients of some leaves."""
-    status = next(op for op in program.ops if isinstance(op, Status))
-    trainable = [i for i, leaf in enumerate(program.leaves) if leaf.trainable]
-    named = dict(zip(trainable, status.grads, strict=True))
-    sums = tuple(named[i] for i in leaves)
-    assert None not in sums
-    return sums  # pyright: ignore
-
-
-def _zeros(
-    values: list[Value], ops: list[Op], leaf: Leaf, spec: ShapeDtype, role: str = "activation"
-) -> int:
-    """Adds an op that makes zeros."""
+def _zeros(values: list[Value], ops: list[Op], leaf: Leaf) -> int:
+    """Adds an op that makes a zero gradient."""
+    spec = leaf.spec
     out, device = len(values), leaf.layouts.params.mesh.device
-    values.append(Value(f"zero {leaf.path}", spec, out, spec.nbytes, role))
+    values.append(Value(f"zero {leaf.path}", spec, out, spec.nbytes, "activation"))
     kwargs = (("dtype", spec.dtype), ("device", device))
     args = (list(spec.shape),)
     ops.append(Compute(torch.ops.aten.zeros.default, args, kwargs, (out,), False, "backward"))
