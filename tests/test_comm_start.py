@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.ranks import run_ranks, spawn_ranks
 from zfunc.comm import as_mesh, mesh
 from zfunc.comm.blame import Watch
+from zfunc.comm.compat import holds_store
 from zfunc.comm.control import Control
 from zfunc.comm.start import choose_device, connect
 from zfunc.errors import LayoutError, RankLostError
@@ -213,6 +214,28 @@ def test_blame_without_a_store_falls_on_the_rank_that_was_waited_for(store):
         watch.check()
     later = watch.lost(1, "reduce 8", RuntimeError("Timed out"))
     assert str(later) == str(error)
+
+
+@pytest.mark.parametrize("store", [GoneStore(), FrozenStore()])
+def test_a_store_that_no_longer_answers_is_lost_with_the_rank_that_holds_it(store):
+    error = Watch(store, 0, 5.0, holder=3).lost(2, "gather 7", RuntimeError("Timed out"))
+    assert "rank 3 was lost during gather 7" in str(error)
+
+
+def test_who_holds_the_store():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    assert holds_store(store) and holds_store(dist.PrefixStore("a", dist.PrefixStore("b", store)))
+    assert not holds_store(client) and not holds_store(dist.HashStore())
+
+
+def test_the_rank_that_holds_the_store_stays_until_others_have_read_it():
+    store = dist.HashStore()
+    watch = Watch(store, 1, 5.0, holder=1)
+    started = time.perf_counter()
+    watch.lost(2, "gather 7", RuntimeError("Timed out"))
+    assert time.perf_counter() - started > 1.9, "asking for a second, waiting for a second"
+    assert store.get("lost/1") == b"2"
 
 
 def test_blame_that_comes_back_says_so():

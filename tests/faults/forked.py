@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from tests.ranks import RanksError, connected
 
@@ -62,11 +63,13 @@ class Setting:
         axes: the axes of each group's mesh.
         mesh_timeout_s: the bound of every wait of a mesh.
         life_s: the bound of a group's life; ranks that have not ended by then are killed.
+        hosted: whether ranks meet in a store that rank 0 holds, rather than in a file.
     """
 
     axes: Mapping[str, int]
     mesh_timeout_s: float
     life_s: float
+    hosted: bool = False
 
     @property
     def world(self) -> int:
@@ -244,9 +247,26 @@ def _live(
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        store = dist.FileStore(str(folder / "store"), setting.world)  # pyright: ignore
+        store = _hosted(folder, rank) if setting.hosted else _filed(folder, setting.world)
         mesh = connected(store, setting.axes, setting.world, rank, setting.mesh_timeout_s)
         ending = Ending(live(mesh))
     except BaseException:
         ending = Ending(text=traceback.format_exc())
     pipe.send_bytes(pickle.dumps(ending))
+
+
+def _filed(folder: Path, world: int) -> Store:
+    return dist.FileStore(str(folder / "store"), world)  # pyright: ignore
+
+
+def _hosted(folder: Path, rank: int) -> Store:
+    """A store that lives in the process of rank 0; its port is told in a file."""
+    told = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(str(store.port))
+        (folder / "new").rename(told)
+        return store
+    while not told.exists():
+        time.sleep(POLL_S)
+    return dist.TCPStore("127.0.0.1", int(told.read_text()), wait_for_workers=False)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 import zfunc
 from tests.faults.case import CASES, RATE, Case, Training, act_at, params, report
@@ -27,6 +28,7 @@ from zfunc.meshes import Comm
 from zfunc.programs import Bounded
 
 TIMEOUT_S = 2.0
+HOSTED_TIMEOUT_S = 6.0  # a TCP store looks up names, which may take 5 s
 GRACE_S = 1.5  # following the chain of blame
 SLACK_S = 8.0  # the same, at the worst moment of a machine that is busy with others
 SOON_S = 2.0
@@ -149,7 +151,7 @@ def lose(mesh: zfunc.Mesh, shared: Any, job: Job) -> Any:
     return seen
 
 
-def check(job: Job, endings: list[Ending]) -> list[float]:
+def check(job: Job, endings: list[Ending], timeout_s: float = TIMEOUT_S) -> list[float]:
     """Compares what the survivors saw with what they should have seen; how long they waited."""
     assert endings[job.rank].signal == job.how, f"{job}: {endings[job.rank]}"
     waited = []
@@ -167,7 +169,7 @@ def check(job: Job, endings: list[Ending]) -> list[float]:
             assert last[3] < SOON_S, where  # no second wait
         assert name == "RankLostError", f"{where}: {name} {text}"
         assert text.startswith(f"step {number}: rank {job.rank} was lost"), f"{where}: {text}"
-        assert seconds < TIMEOUT_S + SLACK_S, f"{where}: {seconds}"
+        assert seconds < timeout_s + SLACK_S, f"{where}: {seconds}"
         waited.append(seconds)
     return waited
 
@@ -182,6 +184,55 @@ def test_at_every_op(name: str) -> None:
         assert len(waited) > 5
         bound_s = GRACE_S + (TIMEOUT_S if how is signal.SIGSTOP else 0.0)
         assert statistics.median(min(seconds) for seconds in waited) < bound_s
+
+
+def for_rank_0(case: Case) -> tuple[list[Job], Any]:
+    jobs, shared = prepare(case)
+    return [dataclasses.replace(job, rank=0) for job in jobs[::2]], shared
+
+
+def test_the_rank_that_holds_the_store() -> None:
+    """Nobody can read whom others gave up on; ranks that waited for a survivor do not name it."""
+    case = CASES["hybrid"]
+    setting = Setting(case.axes, HOSTED_TIMEOUT_S, LIFE_S, hosted=True)
+    results = run_forked(setting, for_rank_0, lose, case, timeout_s=ALL_S)
+    assert len({job.how for job, _ in results}) == len(HOWS) and len(results) > 10
+    for job, endings in results:
+        check(job, endings, HOSTED_TIMEOUT_S)
+
+
+def large_messages(case: Case) -> tuple[list[Job], Any]:
+    jobs = [Job(how, rank, 0, "end", 0, True) for how in HOWS for rank in range(case.world)]
+    return jobs, None
+
+
+def lose_amid(mesh: zfunc.Mesh, shared: None, job: Job) -> str:
+    """Loses a rank that has begun to send what takes many packets."""
+    numel, comm = 1 << 23, mesh.comm
+    assert comm is not None
+    full = torch.zeros(numel)
+    start, stop = zfunc.meshes.shard_range(numel, mesh.axis_size("shard"), mesh.index("shard"))
+    comm.exchange(b"")
+    with pytest.raises(zfunc.RankLostError) as lost:
+        handle = comm.gather("shard", [torch.ones(stop - start)], [full])
+        if mesh.rank == job.rank:
+            os.kill(os.getpid(), job.how)
+        handle.wait()
+        assert bool((full == 1).all()), "whoever returns has all of it"
+        comm.exchange(b"")
+    return str(lost.value)
+
+
+def test_in_the_middle_of_a_message() -> None:
+    case = Case(axes={"shard": 3})
+    results = run_forked(
+        Setting(case.axes, TIMEOUT_S, LIFE_S), large_messages, lose_amid, case, timeout_s=ALL_S
+    )
+    for job, endings in results:
+        assert endings[job.rank].signal == job.how
+        for ending in (ending for rank, ending in enumerate(endings) if rank != job.rank):
+            assert not ending.text, ending.text
+            assert f"rank {job.rank} was lost" in ending.value
 
 
 def _nothing(_: int) -> None:

@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-__all__ = ["PrefixStore", "Store", "copy_all", "default_store", "gloo_backend", "rendezvous"]
+__all__ = [
+    "PrefixStore",
+    "Store",
+    "copy_all",
+    "default_store",
+    "gloo_backend",
+    "holds_store",
+    "rendezvous",
+]
 
 
 def gloo_backend(store: Store, rank: int, size: int, timeout_s: float) -> Any:
@@ -38,6 +46,13 @@ def default_store() -> Store:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def holds_store(store: Store) -> bool:
+    """Whether a TCP store's server lives in this process: only its text tells."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__ == "TCPStore" and "server=TCPServer" in repr(store)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 
 from zfunc.comm.blame import Watch, as_lost
-from zfunc.comm.compat import PrefixStore, Store, default_store, gloo_backend, rendezvous
+from zfunc.comm.compat import (
+    PrefixStore,
+    Store,
+    default_store,
+    gloo_backend,
+    holds_store,
+    rendezvous,
+)
 from zfunc.comm.control import Control
 from zfunc.comm.dist import DistComm
 from zfunc.errors import LayoutError, RankLostError, explain
@@ -90,11 +97,14 @@ def connect(
     if len(processes) == 1:
         return Mesh(dict(axes), rank, processes, device)
     name = "zfunc/" + "-".join(map(str, processes))
-    shared = PrefixStore(name, default_store() if store is None else store)
+    store = default_store() if store is None else store
+    shared = PrefixStore(name, store)
     # Every rank makes the meshes of these processes in one order: its own count names this one.
     count = shared.add(f"meshes/{rank}", 1)
     own = PrefixStore(str(count), shared)
     with as_lost(f"the start of the mesh of processes {processes}", timeout_s):
+        if holds_store(store):
+            own.set("holder", str(rank))
         _meet(own, range(len(processes)), rank, timeout_s)
         comm = _communicator(axes, rank, device, own, timeout_s)
     return Mesh(dict(axes), rank, processes, device, comm=comm)
@@ -104,7 +114,8 @@ def _communicator(
     axes: Mapping[str, int], rank: int, device: torch.device, store: Store, timeout_s: float
 ) -> Comm:
     size = math.prod(axes.values())
-    watch = Watch(store, rank, timeout_s)
+    holder = int(store.get("holder")) if store.check(["holder"]) else None
+    watch = Watch(store, rank, timeout_s, holder)
     control = Control(
         gloo_backend(PrefixStore("control", store), rank, size, timeout_s), rank, size, watch
     )
