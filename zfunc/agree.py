@@ -191,7 +191,7 @@ def exchange_facts(mesh: Mesh, facts: Any, what: str) -> list[Any]:
     """
     failed = isinstance(facts, Exception)
     assert mesh.comm is not None
-    payload = (_FAILED if failed else _OK) + pickle.dumps(_message(facts) if failed else facts)
+    payload = (_FAILED if failed else _OK) + pickle.dumps(_named(facts) if failed else facts)
     rows = mesh.comm.exchange(payload)
     bad = [rank for rank, row in enumerate(rows) if row[:1] == _FAILED]
     if failed:
@@ -208,9 +208,13 @@ def exchange_failures(mesh: Mesh, error: BaseException | None, what: str) -> lis
 
 
 def _exchange_messages(mesh: Mesh, error: BaseException | None, what: str) -> list[str]:
-    text = "" if error is None else f"{type(error).__name__}: {_message(error)}"
+    text = "" if error is None else _named(error)
     assert mesh.comm is not None
     return [row.decode(errors="replace") for row in mesh.comm.exchange(_encoded(text))]
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_message(error)}"
 
 
 def _message(error: BaseException) -> str:
