@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zfunc import tree
 from zfunc.capture import Argument, LeafSlot, describe, to_program, trace_loss
-from zfunc.layout import Flat, LeafLayouts, ShapeDtype, layouts_of
+from zfunc.layout import Dtypes, Flat, LeafLayouts, ShapeDtype, layouts_of
 from zfunc.meshes import Mesh
 from zfunc.program.ir import (
     Compute,
@@ -72,7 +72,13 @@ def capture(
     shapes = [tuple(leaf.shape) for leaf in leaves]
     rows = layouts_of(Flat() if specs is None else specs, skeleton, shapes, paths, mesh)
     slots = tuple(
-        LeafSlot(path, ShapeDtype(tuple(leaf.shape), leaf.dtype), row, leaf.is_floating_point())
+        LeafSlot(
+            path,
+            ShapeDtype(tuple(leaf.shape), leaf.dtype),
+            row,
+            leaf.is_floating_point(),
+            Dtypes.plain(leaf.dtype),
+        )
         for leaf, path, row in zip(leaves, paths, rows, strict=True)
     )
     inputs, _ = describe(mlp_batch() if batch is None else batch, "batch", mesh.device)
@@ -110,7 +116,9 @@ class Draft:
         full = self.value(shape, "leaf")
         spec = ShapeDtype(shape, torch.float32)
         rows = LeafLayouts(row.params, row.grads, row.opt)
-        self.leaves.append(Leaf(path, spec, rows, full, True, True, whole))
+        self.leaves.append(
+            Leaf(path, spec, rows, full, True, True, whole, Dtypes.plain(spec.dtype))
+        )
         return len(self.leaves) - 1
 
     def copy(self, leaf: int) -> int:

@@ -21,9 +21,9 @@ LAYERS = """
 errors  ops  tree
 hardware  settings  meshes  layout  sharded  random  schedules
 scope  comm  agree  program  rematerialise  optim
-capture  collective  passes
+capture  precision  collective  passes
 execute
-state  params  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
+state  params  masters  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
 spmd  step  inference
 report
 __init__

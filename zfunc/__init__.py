@@ -23,6 +23,7 @@ from zfunc.hardware import Hardware
 from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
+from zfunc.precision import Precision
 from zfunc.rematerialise import policies, remat
 from zfunc.settings import Capture, Prefetch
 from zfunc.sharded import Sharded
@@ -44,6 +45,7 @@ __all__ = [
     "Mesh",
     "NonFiniteError",
     "P",
+    "Precision",
     "Prefetch",
     "ProgramMismatchError",
     "RankLostError",

@@ -10,12 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import optree
+import torch
 
 from zfunc import tree
 from zfunc.agree import Proposal, agree, hash_of, spelled, telling_others
 from zfunc.collective import gather
 from zfunc.errors import LayoutError, explain
 from zfunc.layout import Layout, P
+from zfunc.masters import joined, separated
 from zfunc.params import ParamTable
 from zfunc.sharded import Sharded, consume, is_sharded
 from zfunc.state import State
@@ -31,29 +33,43 @@ def adopt(training: Training, state: State) -> State:
     what = f"adopt at step {int(state.step)}"
     with telling_others(mesh, what):
         old = [leaf for leaf in tree.leaves(state.params, is_leaf=is_sharded) if is_sharded(leaf)]
-        kept = dict(_by_path(state.opt_state))
-        given = [*old, *(leaf for leaf in kept.values() if is_sharded(leaf))]
+        masters, opt_state = separated(state.opt_state)
+        kept = dict(_by_path(opt_state))
+        exact = {leaf.layout.path: leaf for leaf in tree.leaves(masters, is_leaf=is_sharded)}
+        given = [*old, *exact.values(), *(leaf for leaf in kept.values() if is_sharded(leaf))]
         _check_processes(given, mesh.processes)
         _ = [leaf.local for leaf in given]
-        table = ParamTable.of(state.params, mesh, options.specs, options.trainable)
+        table = ParamTable.of(
+            state.params, mesh, options.specs, options.trainable, options.precision
+        )
         facts = "\n".join(
             [f"{spelled(state.tx)}", table.facts]
             + [f"{leaf.layout.path}: {leaf.layout.spec} over {leaf.layout.mesh}" for leaf in given]
         )
     agree(mesh, Proposal(bytes(16), hash_of(what, facts), lambda: facts), what)
+    pairs = [
+        (exact.get(slot.path, leaf), slot) for leaf, slot in zip(old, table.slots, strict=True)
+    ]
+    donate = options.donate
     leaves = [
-        _relaid(leaf, slot.layouts.params, donate=options.donate)
-        for leaf, slot in zip(old, table.slots, strict=True)
+        _relaid(leaf, slot.layouts.params, slot.dtypes.stored, donate=donate)
+        for leaf, slot in pairs
+    ]
+    new_masters = [
+        _relaid(leaf, slot.layouts.opt, torch.float32, donate=donate)
+        if slot.dtypes.master and slot.trainable
+        else None
+        for leaf, slot in pairs
     ]
 
     def carry(path: tuple[Any, ...], leaf: Any) -> Any:
         source = kept.get(path)
         if not (isinstance(source, Sharded) and isinstance(leaf, Sharded)):
             return leaf if source is None else source
-        return _relaid(source, leaf.layout, donate=options.donate)
+        return _relaid(source, leaf.layout, leaf.dtype, donate=donate)
 
-    fresh = init_opt_state(state.tx, table, leaves)
-    opt_state = tree.map_with_path(carry, fresh, is_leaf=is_sharded)
+    masters, fresh = separated(init_opt_state(state.tx, table, leaves, new_masters))
+    opt_state = joined(masters, tree.map_with_path(carry, fresh, is_leaf=is_sharded))
     if options.donate:
         for leaf in given:
             consume(leaf, what)
@@ -73,15 +89,15 @@ def _check_processes(leaves: list[Sharded], processes: tuple[int, ...]) -> None:
             )
 
 
-def _relaid(leaf: Sharded, layout: Layout, *, donate: bool) -> Sharded:
-    """The same leaf in another layout; over the same buffer where it may be."""
+def _relaid(leaf: Sharded, layout: Layout, dtype: torch.dtype, *, donate: bool) -> Sharded:
+    """The same leaf in another layout and dtype; over the same buffer where it may be."""
     if leaf.layout == layout:
-        return Sharded(leaf.local.detach() if donate else leaf.local.clone(), layout)
+        return Sharded(leaf.local.detach().to(dtype, copy=not donate), layout)
     full = gather(leaf)
-    if isinstance(layout.spec, P):
-        return Sharded(full.clone(), layout)
-    start, stop = layout.range
-    return Sharded(full.reshape(-1)[start:stop].clone(), layout)
+    if not isinstance(layout.spec, P):
+        start, stop = layout.range
+        full = full.reshape(-1)[start:stop]
+    return Sharded(full.to(dtype, copy=True), layout)
 
 
 def _by_path(opt_state: Any) -> list[tuple[tuple[Any, ...], Any]]:

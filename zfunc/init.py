@@ -7,6 +7,7 @@ be if the function were run as it is.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from zfunc.capture.slots import Input
 from zfunc.errors import LayoutError, explain
 from zfunc.execute import Executor, Inputs
 from zfunc.layout import ShapeDtype
+from zfunc.masters import cut_master
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, checksum, compare_checksums, cut
 from zfunc.program.ir import Free, Program, reads, writes
@@ -31,15 +33,33 @@ from zfunc.state import State
 from zfunc.training import Training
 from zfunc.update import init_opt_state
 
-__all__ = ["abstract_state", "cut_tree", "init_state", "run_init", "traced_init"]
+__all__ = ["Pieces", "abstract_state", "cut_tree", "init_state", "run_init", "traced_init"]
 
 
-def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> tuple[list[Sharded], list[int]]:
-    """Cuts a tree that every rank holds whole; returns pieces, and checksums to compare."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """What a rank cuts out of whole leaves, in canonical order.
+
+    Attributes:
+        leaves: its piece of each.
+        masters: its piece of the master of each, where there is one.
+        sums: a checksum of each whole leaf, to compare with those of other ranks.
+    """
+
+    leaves: list[Sharded]
+    masters: list[Sharded | None]
+    sums: list[int]
+
+
+def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> Pieces:
+    """Cuts a tree that every rank holds whole."""
     leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
-    sums = [checksum(leaf) for leaf in leaves] if mesh.comm is not None else []
-    pairs = zip(leaves, table.slots, strict=True)
-    return [cut(leaf, slot.layouts, mesh) for leaf, slot in pairs], sums
+    pairs = list(zip(leaves, table.slots, strict=True))
+    return Pieces(
+        [cut(leaf, slot, mesh) for leaf, slot in pairs],
+        [cut_master(leaf, slot, mesh) for leaf, slot in pairs],
+        [checksum(leaf) for leaf in leaves] if mesh.comm is not None else [],
+    )
 
 
 def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Program, Any]:
@@ -77,20 +97,15 @@ def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Progra
     return program, tree.unflatten(traced.aux, leaves)
 
 
-def run_init(
-    program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh
-) -> tuple[list[Sharded], list[int]]:
-    """Runs a traced init function; every leaf is cut as soon as it is complete.
-
-    Returns:
-        This rank's pieces, and checksums of the whole leaves, to compare with those of other ranks.
-    """
+def run_init(program: Program, key: Tensor | None, table: ParamTable, mesh: Mesh) -> Pieces:
+    """Runs a traced init function; every leaf is cut as soon as it is complete."""
     executor = Executor(program, mesh, max_segment_ops=1)
     outputs = program.micros[0].aux
     done_after = _completion(program)
     inputs = [key] if program.micros[0].inputs else []
     frame = executor.bind(Inputs([], [inputs], [None]))  # pyright: ignore
     made: dict[int, Sharded] = {}
+    masters: dict[int, Sharded | None] = {}
     sums: dict[int, int] = {}
     for at, item in enumerate([None, *executor.schedule]):
         if item is not None:
@@ -100,12 +115,13 @@ def run_init(
         complete = done_after.get(at - 1, ())
         for position in complete:
             full = frame.env[outputs[position]]
-            made[position] = cut(full, table.slots[position].layouts, mesh)
+            slot = table.slots[position]
+            made[position], masters[position] = cut(full, slot, mesh), cut_master(full, slot, mesh)
             sums[position] = checksum(full) if mesh.comm is not None else 0
             del full
         executor.free(frame, Free(tuple(outputs[position] for position in complete)))
     order = range(len(outputs))
-    return [made[i] for i in order], [sums[i] for i in order]
+    return Pieces([made[i] for i in order], [masters[i] for i in order], [sums[i] for i in order])
 
 
 def _completion(program: Program) -> dict[int, list[int]]:
@@ -142,22 +158,23 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
             program, like = None, params_or_fn
             _check_whole(params_or_fn)
         options = training.options
-        table = ParamTable.of(like, mesh, options.specs, options.trainable)
+        table = ParamTable.of(like, mesh, options.specs, options.trainable, options.precision)
         about = f"{spelled(tx)}\nkey: {None if key is None else key.tolist()}\n{table.facts}"
     agree(mesh, Proposal(bytes(16), hash_of(about), lambda: about), "init")
-    leaves: list[Sharded] = []
-    sums: list[int] | Exception
+    pieces: Pieces | Exception
     try:
         if program is None:
-            leaves, sums = cut_tree(params_or_fn, table, mesh)
+            pieces = cut_tree(params_or_fn, table, mesh)
         else:
-            leaves, sums = run_init(program, init_key, table, mesh)
+            pieces = run_init(program, init_key, table, mesh)
     except Exception as error:
-        sums = error
+        pieces = error
+    sums = pieces.sums if isinstance(pieces, Pieces) else pieces
     compare_checksums(sums, [slot.path for slot in table.slots], mesh)
-    opt_state = init_opt_state(tx, table, leaves)
+    assert isinstance(pieces, Pieces)
+    opt_state = init_opt_state(tx, table, pieces.leaves, pieces.masters)
     zero = torch.zeros((), dtype=torch.int64)
-    return State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)
+    return State(zero, table.rebuild(pieces.leaves), opt_state, state_key, None, tx)
 
 
 def _check_whole(params: Any) -> None:
@@ -180,11 +197,11 @@ def abstract_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor |
     mesh, options = training.mesh, training.options
     init_key, state_key = (None, None) if key is None else split(key)
     like = traced_init(params_or_fn, init_key)[1] if callable(params_or_fn) else params_or_fn
-    table = ParamTable.of(like, mesh, options.specs, options.trainable)
+    table = ParamTable.of(like, mesh, options.specs, options.trainable, options.precision)
     with compat.fake_mode():
         leaves = [
             Sharded(
-                torch.empty(slot.layouts.params.local_shape, dtype=slot.spec.dtype),
+                torch.empty(slot.layouts.params.local_shape, dtype=slot.dtypes.stored),
                 slot.layouts.params,
             )
             for slot in table.slots

@@ -22,6 +22,7 @@ from zfunc.tree import broadcast_prefix
 
 __all__ = [
     "DEVICE",
+    "Dtypes",
     "Flat",
     "Kind",
     "Layout",
@@ -144,6 +145,11 @@ class Layout:
         return self.spec.axis if isinstance(self.spec, Flat) else None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole leaf."""
+        return self.axis is None or self.mesh.axis_size(self.axis) == 1
+
+    @property
     def range(self) -> tuple[int, int]:
         """The half-open range of raveled elements that this rank holds."""
         if self.axis is None:
@@ -166,6 +172,28 @@ class LeafLayouts:
     params: Layout
     grads: Layout
     opt: Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dtypes:
+    """What `Precision` comes to for one leaf.
+
+    Attributes:
+        stored: the dtype of the piece in the state.
+        compute: the dtype that the function sees.
+        reduce: the dtype of its reduced gradient; None for that of the gradient.
+        master: whether the optimizer's state holds a float32 master.
+    """
+
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype | None = None
+    master: bool = False
+
+    @staticmethod
+    def plain(dtype: torch.dtype) -> Dtypes:
+        """One dtype for everything."""
+        return Dtypes(dtype, dtype)
 
 
 def zero(stage: int, axis: str = "shard") -> Mapping[str, Spec]:

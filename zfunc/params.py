@@ -16,8 +16,9 @@ from zfunc.agree import exchange_facts, hash_of
 from zfunc.capture import Argument, LeafSlot, Static
 from zfunc.capture.slots import refuse_hidden, unfit
 from zfunc.errors import LayoutError, TreeMismatchError, explain
-from zfunc.layout import LeafLayouts, ShapeDtype, layouts_of
+from zfunc.layout import Dtypes, LeafLayouts, ShapeDtype, layouts_of
 from zfunc.meshes import Mesh
+from zfunc.precision import dtypes_of
 from zfunc.sharded import Sharded, is_sharded
 
 __all__ = ["ParamTable", "checksum", "compare_checksums", "cut", "leaf_facts", "trains"]
@@ -38,7 +39,9 @@ class ParamTable:
     trainable: tuple[int, ...]
 
     @classmethod
-    def of(cls, params: Any, mesh: Mesh, specs: Any, trainable: Any) -> ParamTable:
+    def of(
+        cls, params: Any, mesh: Mesh, specs: Any, trainable: Any, precision: Any = None
+    ) -> ParamTable:
         """Describes a parameter tree whose leaves are tensors, `Sharded`, `ShapeDtype` or static.
 
         Raises:
@@ -60,10 +63,9 @@ class ParamTable:
                         do="make a tree of bools by path with zfunc.tree.mask",
                     )
                 )
-        slots = [
-            _slot(leaf, path, row, on)
-            for leaf, path, row, on in zip(leaves, paths, layouts, train, strict=True)
-        ]
+        found = [None if _is_static(leaf) else leaf.dtype for leaf in leaves]
+        columns = leaves, paths, layouts, train, dtypes_of(precision, skeleton, found)
+        slots = [_slot(*row) for row in zip(*columns, strict=True)]
         tensors = tuple(slot for slot in slots if isinstance(slot, LeafSlot))
         if not tensors:
             raise TreeMismatchError(
@@ -76,7 +78,7 @@ class ParamTable:
     def facts(self) -> str:
         """What must be equal on every rank, one leaf a line."""
         return "\n".join(
-            f"{slot.path}: {slot.spec.dtype} {list(slot.spec.shape)}"
+            f"{slot.path}: {slot.dtypes} {list(slot.spec.shape)}"
             f"{'' if slot.trainable else ' frozen'}, params {slot.layouts.params.spec},"
             f" grads {slot.layouts.grads.spec}, opt {slot.layouts.opt.spec}"
             for slot in self.slots
@@ -95,11 +97,14 @@ class ParamTable:
         """
         leaves = [x for x in tree.leaves(params, is_leaf=is_sharded) if not _is_static(x)]
         for leaf, slot in zip(leaves, self.slots, strict=True):
-            if not isinstance(leaf, Sharded) or leaf.layout != slot.layouts.params:
+            dtype = slot.dtypes.stored
+            fits = isinstance(leaf, Sharded) and leaf.layout == slot.layouts.params
+            if not (fits and leaf.dtype == dtype):
                 raise LayoutError(
                     explain(
                         f"{slot.path} is not laid out for this step",
-                        expected=f"{slot.layouts.params.spec} over {slot.layouts.params.mesh}",
+                        expected=f"{dtype} {slot.layouts.params.spec} over"
+                        f" {slot.layouts.params.mesh}",
                         got=repr(leaf) if isinstance(leaf, Sharded) else type(leaf),
                         do="make states with Step.init, bring others over with Step.adopt",
                     )
@@ -158,15 +163,14 @@ def trains(dtype: torch.dtype) -> bool:
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
-def cut(tensor: Tensor, row: LeafLayouts, mesh: Mesh) -> Sharded:
+def cut(tensor: Tensor, slot: LeafSlot, mesh: Mesh) -> Sharded:
     """This rank's piece of a leaf, in a buffer of its own."""
-    layout = row.params
+    layout, dtype = slot.layouts.params, slot.dtypes.stored
     tensor = tensor.detach().to(mesh.device).resolve_conj().resolve_neg()
-    if layout.axis is None:
-        return Sharded(tensor.clone(memory_format=torch.contiguous_format), layout)
-    start, stop = layout.range
-    piece = tensor.reshape(-1)[start:stop]
-    return Sharded(piece.clone(memory_format=torch.contiguous_format), layout)
+    if layout.axis is not None:
+        start, stop = layout.range
+        tensor = tensor.reshape(-1)[start:stop]
+    return Sharded(tensor.to(dtype, copy=True, memory_format=torch.contiguous_format), layout)
 
 
 def compare_checksums(sums: Sequence[int] | Exception, paths: Sequence[str], mesh: Mesh) -> None:
@@ -212,7 +216,9 @@ def _is_static(leaf: Any) -> bool:
     return not isinstance(leaf, Tensor | Sharded | ShapeDtype)
 
 
-def _slot(leaf: Any, path: str, row: LeafLayouts, trainable: bool) -> LeafSlot | Static:
+def _slot(
+    leaf: Any, path: str, row: LeafLayouts, trainable: bool, dtypes: Dtypes
+) -> LeafSlot | Static:
     if _is_static(leaf):
         try:
             hash(leaf)
@@ -236,5 +242,7 @@ def _slot(leaf: Any, path: str, row: LeafLayouts, trainable: bool) -> LeafSlot |
                 do="use .to_dense(), .dequantize() or .full_tensor()",
             )
         )
-    dtype = leaf.dtype
-    return LeafSlot(path, ShapeDtype(tuple(leaf.shape), dtype), row, trainable and trains(dtype))
+    # What is gathered is cast before; what is whole anyway is cast by the function.
+    dtype = dtypes.stored if row.params.is_whole else dtypes.compute
+    spec = ShapeDtype(tuple(leaf.shape), dtype)
+    return LeafSlot(path, spec, row, trainable and trains(leaf.dtype), dtypes)

@@ -1,12 +1,13 @@
-"""Settings that a user makes once: the byte budgets, and how a function is captured."""
+"""Settings that a user makes once: byte budgets, how to capture, and what `shard` was told."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from zfunc.errors import LayoutError, check_count, explain
 
-__all__ = ["Capture", "Prefetch", "check_capture"]
+__all__ = ["Capture", "Options", "Prefetch", "check_capture"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +59,19 @@ class Capture:
     def __post_init__(self) -> None:
         for name, least in (("check_every", 0), ("max_signatures", 1), ("max_shape_misses", 1)):
             check_count(f"Capture({name}=)", getattr(self, name), least, "calls or programs")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """What `shard` was called with, besides the loss and the mesh."""
+
+    specs: Any
+    trainable: Any
+    precision: Any
+    accum: int
+    has_aux: bool
+    nonfinite: str
+    donate: bool
 
 
 def check_capture(capture: Capture | str) -> Capture:

@@ -32,6 +32,7 @@ from zfunc.layout import Flat, P, layouts_of
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, leaf_facts
+from zfunc.precision import keeping_params, with_precision
 from zfunc.programs import Compiled, Programs
 from zfunc.resolve import resolve
 from zfunc.settings import Prefetch
@@ -47,6 +48,7 @@ def spmd(
     mesh: Mesh,
     *,
     out_specs: Any = P(),  # noqa: B008
+    precision: Any = None,
     prefetch: Prefetch = Prefetch(),  # noqa: B008
 ) -> Forward:
     """Transforms a pure function of whole parameters into one of sharded parameters.
@@ -57,6 +59,7 @@ def spmd(
         mesh: the mesh.
         out_specs: a prefix tree of what is returned: `P()` gives this rank's value as it is,
             `Flat()` keeps this rank's slice of it, as a `Sharded` leaf.
+        precision: in which dtype to compute, as for `shard`; what is stored stays as it is.
         prefetch: the byte budgets.
 
     Returns:
@@ -69,13 +72,16 @@ def spmd(
         tensor(14.)
     """
     mesh = as_mesh(mesh)
-    return Forward(Programs(fn, mesh, prefetch), mesh, out_specs)
+    precision = keeping_params(precision)
+    function = with_precision(fn, precision, loss=False)
+    return Forward(Programs(function, mesh, prefetch), mesh, out_specs, precision)
 
 
 def infer(
     apply_fn: Callable[..., Any],
     mesh: Mesh,
     *,
+    precision: Any = None,
     prefetch: Prefetch = Prefetch(),  # noqa: B008
 ) -> Forward:
     """Transforms a forward function into one of sharded parameters: a step without a backward.
@@ -83,6 +89,7 @@ def infer(
     Args:
         apply_fn: `apply_fn(params, *xs)`.
         mesh: the mesh.
+        precision: in which dtype to compute, as for `shard`; what is stored stays as it is.
         prefetch: the byte budgets.
 
     Returns:
@@ -94,16 +101,17 @@ def infer(
         >>> infer(lambda p, x: x @ p["w"], zfunc.mesh())(x, torch.ones(1, 2))
         tensor([[2.]])
     """
-    return spmd(apply_fn, mesh, prefetch=prefetch)
+    return spmd(apply_fn, mesh, precision=precision, prefetch=prefetch)
 
 
 class Forward:
     """A function of sharded parameters; made by `spmd` and `infer`."""
 
-    def __init__(self, programs: Programs, mesh: Mesh, out_specs: Any):
+    def __init__(self, programs: Programs, mesh: Mesh, out_specs: Any, precision: Any):
         self._programs = programs
         self._mesh = mesh
         self._out_specs = out_specs
+        self._precision = precision
         self._tables: dict[Any, ParamTable] = {}
 
     def __call__(self, params: Any, *args: Any) -> Any:
@@ -177,7 +185,7 @@ class Forward:
         if (structure, facts) not in self._tables:
             specs = tree.map(lambda leaf: _spec_of(leaf), params, is_leaf=is_sharded)
             self._tables[structure, facts] = ParamTable.of(
-                params, self._mesh, {"params": specs}, False
+                params, self._mesh, {"params": specs}, False, self._precision
             )
             if len(self._tables) > _MAX_TABLES:
                 self._programs.forget(self._tables.pop(next(iter(self._tables))))

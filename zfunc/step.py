@@ -15,12 +15,13 @@ from zfunc.init import abstract_state, init_state
 from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
+from zfunc.precision import with_precision
 from zfunc.programs import Programs
 from zfunc.rematerialise import Nothing
 from zfunc.rematerialise import remat as rematerialised
-from zfunc.settings import Capture, Prefetch
+from zfunc.settings import Capture, Options, Prefetch
 from zfunc.state import State
-from zfunc.training import Options, Training, gradients, run_step
+from zfunc.training import Training, gradients, run_step
 
 __all__ = ["Step", "shard"]
 
@@ -31,6 +32,7 @@ def shard(
     *,
     specs: Any = zero(3),  # noqa: B008
     trainable: Any = True,
+    precision: Any = None,
     remat: Nothing | None = None,
     prefetch: Prefetch = Prefetch(),  # noqa: B008
     accum: int = 1,
@@ -51,6 +53,8 @@ def shard(
         mesh: from `zfunc.mesh`, `local_mesh` or `abstract_mesh`, or torch's `DeviceMesh`.
         specs: how leaves are cut: a prefix tree of specs, or a mapping by class (`zero(1)`).
         trainable: a prefix tree of bools; what is False has no gradient and no optimizer state.
+        precision: the dtypes of leaves, computation, reduction, batch and output: a `Precision`,
+            its name ("bf16"), or a prefix tree of those; None keeps every dtype.
         remat: `policies.nothing` recomputes the whole loss in backward; None keeps what it needs.
         prefetch: the byte budgets.
         accum: micro-batches per step; the batch is then a list of that many.
@@ -83,7 +87,8 @@ def shard(
         )
     check_count("shard(accum=)", accum, 1, "micro-batches")
     function = loss_fn if remat is None else rematerialised(loss_fn, remat)
-    options = Options(specs, trainable, accum, has_aux, nonfinite, donate)
+    function = with_precision(function, precision, loss=True, has_aux=has_aux)
+    options = Options(specs, trainable, precision, accum, has_aux, nonfinite, donate)
     mesh = as_mesh(mesh)
     return Step(Training(mesh, options, Programs(function, mesh, prefetch, capture), {}))
 

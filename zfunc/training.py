@@ -33,31 +33,21 @@ from zfunc.capture import Argument, describe, refuse_shapes
 from zfunc.dynamic import call_loss
 from zfunc.errors import LayoutError, NonFiniteError, explain
 from zfunc.execute import Inputs, Outcome, Verdict, deferred_interrupts
+from zfunc.masters import separated
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable, leaf_facts
 from zfunc.program.ir import Program, Status
 from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
 from zfunc.resolve import resolve
+from zfunc.settings import Options
 from zfunc.sharded import Sharded, is_sharded
 from zfunc.state import Memo, State, check_state
 from zfunc.update import Updated, check_opt_state, commit, opt_state_like, renew
 
-__all__ = ["Options", "Prepared", "Training", "gradients", "prepare", "run_step"]
+__all__ = ["Prepared", "Training", "gradients", "prepare", "run_step"]
 
 _MAX_TABLES = 64
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """What `shard` was called with, besides the loss and the mesh."""
-
-    specs: Any
-    trainable: Any
-    accum: int
-    has_aux: bool
-    nonfinite: str
-    donate: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +64,9 @@ class Training:
         """The description of a parameter tree, made once per structure."""
         if structure not in self.tables:
             options = self.options
-            made = ParamTable.of(params, self.mesh, options.specs, options.trainable)
+            made = ParamTable.of(
+                params, self.mesh, options.specs, options.trainable, options.precision
+            )
             self.tables[structure] = made
             if len(self.tables) > _MAX_TABLES:
                 forgotten = self.tables.pop(next(iter(self.tables)))
@@ -171,10 +163,11 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
     sums = _reduced(program)
     grads = []
     for position, value in zip(table.trainable, sums, strict=True):
-        layout, leaf = table.slots[position].layouts.grads, ready.leaves[position]
+        layout = table.slots[position].layouts.grads
         if value is None:
             shape = layout.local_shape
-            local = torch.zeros(shape, dtype=leaf.dtype, device=mesh.device)
+            dtype = program.leaves[position].reduced_dtype
+            local = torch.zeros(shape, dtype=dtype, device=mesh.device)
         else:
             local = outcome.env[value].view(layout.local_shape)
         grads.append(Sharded(local, layout))
@@ -372,7 +365,7 @@ def _next_state(
     }
     if updated is None:
         leaves, opt_state = renew(state, ready.leaves, donate=training.options.donate, what=what)
-        rate, clipped = optim.learning_rate_of(state.tx, opt_state), None
+        rate, clipped = optim.learning_rate_of(state.tx, separated(opt_state)[1]), None
     else:
         leaves, opt_state = updated.params, updated.opt_state
         rate, clipped = updated.applied.lr, updated.applied.grad_norm_clipped

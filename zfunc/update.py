@@ -19,6 +19,7 @@ from zfunc.capture import compat
 from zfunc.errors import LayoutError, explain
 from zfunc.execute import Verdict, sum_over_ranks
 from zfunc.layout import Layout
+from zfunc.masters import joined, per_leaf, separated, write_back
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.sharded import Sharded, consume, is_sharded, whole
@@ -66,10 +67,34 @@ class _Info:
         return sum_over_ranks(self.mesh, sums, [leaf.layout for leaf in leaves])
 
 
-def init_opt_state(tx: Any, table: ParamTable, leaves: Sequence[Sharded]) -> Any:
-    """Makes the optimizer's state for the trainable leaves, laid out by their opt specs."""
+def init_opt_state(
+    tx: Any,
+    table: ParamTable,
+    leaves: Sequence[Sharded],
+    masters: Sequence[Sharded | None] | None = None,
+) -> Any:
+    """Makes the optimizer's state for the trainable leaves, laid out by their opt specs.
+
+    Args:
+        tx: the optimizer.
+        table: the parameters.
+        leaves: their `Sharded` leaves.
+        masters: the master of each, where it has one; None makes them from the leaves.
+    """
     views = [_opt_view(table, i, leaves[i]) for i in table.trainable]
-    return _wrapped(tx.init(table.trainable_tree(views)), views[0].layout if views else None)
+    if masters is None:
+        own: list[Sharded | None] = [
+            Sharded(view.local.to(torch.float32), view.layout)
+            if table.slots[i].dtypes.master
+            else None
+            for i, view in zip(table.trainable, views, strict=True)
+        ]
+    else:
+        own = [masters[i] for i in table.trainable]
+    targets = [master or view for master, view in zip(own, views, strict=True)]
+    layout = views[0].layout if views else None
+    state = _wrapped(tx.init(table.trainable_tree(targets)), layout)
+    return joined(table.trainable_tree(own) if any(own) else None, state)
 
 
 def opt_state_like(tx: Any, table: ParamTable) -> Any:
@@ -77,7 +102,7 @@ def opt_state_like(tx: Any, table: ParamTable) -> Any:
     with compat.fake_mode():
         leaves = [
             Sharded(
-                torch.empty(slot.layouts.params.local_shape, dtype=slot.spec.dtype),
+                torch.empty(slot.layouts.params.local_shape, dtype=slot.dtypes.stored),
                 slot.layouts.params,
             )
             for slot in table.slots
@@ -144,21 +169,24 @@ def commit(
     _check_leases([*leaves, *opt_leaves])
     take = _taker(donate, what)
     new_leaves = [take(leaf) for leaf in leaves]
-    opt_state = tree.unflatten(structure, [take(leaf) for leaf in opt_leaves])
+    masters, opt_state = separated(tree.unflatten(structure, [take(leaf) for leaf in opt_leaves]))
     views = [_opt_view(table, i, new_leaves[i]) for i in table.trainable]
-    wrapped = [_gradient(view, grad) for view, grad in zip(views, grads, strict=True)]
+    own = per_leaf(masters, [table.slots[i] for i in table.trainable])
+    targets = [master or view for master, view in zip(own, views, strict=True)]
+    wrapped = [_gradient(target, grad) for target, grad in zip(targets, grads, strict=True)]
     raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
     _, opt_state, applied = optim.apply(
         state.tx,
         table.trainable_tree(wrapped),
         opt_state,
-        table.trainable_tree(views),
+        table.trainable_tree(targets),
         _Info(mesh, raw, threads),
         threads=threads,
     )
+    write_back(own, views)
     _gather_replicated(table, new_leaves, mesh)
-    layout = leaves[0].layout
-    return Updated(tuple(new_leaves), _wrapped(opt_state, layout), applied)
+    opt_state = joined(masters, _wrapped(opt_state, leaves[0].layout))
+    return Updated(tuple(new_leaves), opt_state, applied)
 
 
 def renew(state: State, leaves: Sequence[Sharded], *, donate: bool, what: str) -> tuple[Any, Any]:
@@ -199,9 +227,7 @@ def _opt_view(table: ParamTable, position: int, leaf: Sharded) -> Sharded:
 def _gradient(view: Sharded, grad: Tensor | None) -> Sharded:
     if grad is None:
         grad = torch.zeros_like(view.local)
-    elif grad.shape != view.local.shape:
-        grad = grad.view(view.local.shape)
-    return Sharded(grad, view.layout)
+    return Sharded(grad.view(view.local.shape).to(view.dtype), view.layout)
 
 
 def _gather_replicated(table: ParamTable, leaves: Sequence[Sharded], mesh: Mesh) -> None:

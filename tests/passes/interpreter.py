@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.checker import check_stage
 from zfunc import tree
 from zfunc.capture import Argument, LeafSlot, describe, to_program, trace_loss
-from zfunc.layout import Flat, ShapeDtype, layouts_of
+from zfunc.layout import Dtypes, Flat, ShapeDtype, layouts_of
 from zfunc.meshes import abstract_mesh
 from zfunc.passes.remat import rematerialise
 from zfunc.program.ir import Collective, Compute, Program, Rng, map_refs, reads, writes
@@ -40,7 +40,13 @@ def argument(params: Any, *, trainable: bool = True) -> Argument:
     shapes = [tuple(leaf.shape) for leaf in leaves]
     layouts = layouts_of(Flat(), params, shapes, paths, abstract_mesh({"shard": 2}))
     slots = tuple(
-        LeafSlot(path, ShapeDtype(tuple(leaf.shape), leaf.dtype), layout, trainable)
+        LeafSlot(
+            path,
+            ShapeDtype(tuple(leaf.shape), leaf.dtype),
+            layout,
+            trainable,
+            Dtypes.plain(leaf.dtype),
+        )
         for path, leaf, layout in zip(paths, leaves, layouts, strict=True)
     )
     return Argument(structure, slots)

@@ -19,7 +19,7 @@ from zfunc.capture import compat
 from zfunc.capture.slots import LeafSlot
 from zfunc.capture.trace import Traced
 from zfunc.errors import CaptureError, explain
-from zfunc.layout import ShapeDtype
+from zfunc.layout import Dtypes, ShapeDtype
 from zfunc.program.ir import (
     Collective,
     Compute,
@@ -219,11 +219,11 @@ def _placeholder(kind: str, slot: Any) -> str:
 
 def leaf_of(slot: Any, full: int) -> Leaf:
     """The leaf-table entry of a slot that arrives whole."""
-    layout = slot.layouts.params
-    resident = layout.axis is None or layout.mesh.axis_size(layout.axis) == 1
+    resident = slot.layouts.params.is_whole
     is_param = isinstance(slot, LeafSlot)
     trainable = is_param and slot.trainable
-    return Leaf(slot.path, slot.spec, slot.layouts, full, trainable, is_param, resident)
+    dtypes = slot.dtypes if is_param else Dtypes.plain(slot.spec.dtype)
+    return Leaf(slot.path, slot.spec, slot.layouts, full, trainable, is_param, resident, dtypes)
 
 
 def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from zfunc import tree
 from zfunc.capture.compat import is_fake
 from zfunc.errors import LayoutError, explain
-from zfunc.layout import LeafLayouts, ShapeDtype
+from zfunc.layout import Dtypes, LeafLayouts, ShapeDtype
 from zfunc.sharded import Sharded, is_sharded
 
 __all__ = [
@@ -36,12 +36,21 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafSlot:
-    """A parameter leaf: arrives whole."""
+    """A parameter leaf: arrives whole.
+
+    Attributes:
+        path: where the user finds it.
+        spec: shape and dtype of the whole leaf as it arrives.
+        layouts: how it, its gradient and its optimizer state are cut.
+        trainable: whether it has a gradient.
+        dtypes: in which it is stored, and more.
+    """
 
     path: str
     spec: ShapeDtype
     layouts: LeafLayouts
     trainable: bool
+    dtypes: Dtypes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

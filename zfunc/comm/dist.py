@@ -105,7 +105,7 @@ class DistComm:
     def reduce(self, axis: str, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> Handle:
         """Sums this rank's piece of each full tensor over the axis, in rank order."""
         group = self._groups[axis]
-        check_pieces(fulls, shards, group.size, group.index)
+        check_pieces(fulls, shards, group.size, group.index, sums=True)
         flight = self._open("reduce", group, fulls)
         with torch.no_grad():
             parts = [pieces(full, group.size) for full in fulls]
@@ -117,7 +117,7 @@ class DistComm:
                     torch.cat([parts[index][place] for index in indices])
                     for place in range(group.size)
                 ]
-                total = torch.empty_like(staged[group.index])
+                total = torch.empty_like(staged[group.index], dtype=shards[indices[0]].dtype)
                 _post_sum(flight, group, staged, total)
                 targets = [shards[index] for index in indices]
                 flight.then(_copy, targets, total.split([target.numel() for target in targets]))
@@ -139,7 +139,7 @@ class DistComm:
                 _post_sum(flight, group, pieces(tensors[index], group.size), parts[group.index])
             for indices in split.together:
                 staged = torch.cat([tensors[index] for index in indices])
-                total = torch.empty_like(staged)
+                total = torch.empty_like(staged, dtype=outs[indices[0]].dtype)
                 _post_sum(flight, group, [staged] * group.size, total)
                 targets = [outs[index] for index in indices]
                 flight.then(_copy, targets, total.split([target.numel() for target in targets]))
@@ -291,8 +291,9 @@ class _Flight:
 def _post_sum(flight: _Flight, group: AxisGroup, parts: Sequence[Tensor], out: Tensor) -> None:
     """Posts the messages of a sum: `parts[i]` is this rank's term of what place i adds up."""
     own = parts[group.index]
-    free = own.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
-    if not free and group.index > 1:
+    apart = own.untyped_storage().data_ptr() != out.untyped_storage().data_ptr()
+    free = apart and own.dtype == out.dtype
+    if not apart and group.index > 1:
         own = own.clone()  # the first two terms are written into `out` before this one is read
     terms = []
     for place in range(group.size):

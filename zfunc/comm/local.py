@@ -118,7 +118,7 @@ class LocalComm:
     def reduce(self, axis: str, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> Handle:
         """Sums this rank's piece of each full tensor over the axis, in rank order."""
         group = self._groups[axis]
-        check_pieces(fulls, shards, group.size, group.index)
+        check_pieces(fulls, shards, group.size, group.index, sums=True)
         parts = [pieces(full, group.size) for full in _copies(fulls)]
         sent = list(zip(*parts, strict=True)) if parts else [()] * group.size
         split = split_by_size(fulls, group.size)

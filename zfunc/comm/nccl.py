@@ -120,9 +120,11 @@ class NcclComm:
     def reduce(self, axis: str, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> Handle:
         """Sums this rank's piece of each full tensor over the axis."""
         place = self._places[axis]
-        check_pieces(fulls, shards, place.size, place.index)
+        check_pieces(fulls, shards, place.size, place.index, sums=True)
         calls, steps = [], []
         with torch.no_grad():
+            wide = zip(fulls, shards, strict=True)
+            fulls = [full.to(shard.dtype) for full, shard in wide]  # NCCL adds in one dtype
             for indices in _by_dtype(fulls):
                 sent, received = [], []
                 for index in indices:

@@ -101,8 +101,13 @@ def add_in_order(terms: Sequence[Tensor], out: Tensor) -> None:
         if terms[0] is not out:
             out.copy_(terms[0])
         return
-    torch.add(terms[0], terms[1], out=out)
-    for term in terms[2:]:
+    if terms[0].dtype == out.dtype:
+        torch.add(terms[0], terms[1], out=out)
+        rest = terms[2:]
+    else:  # the first sum is already one of the wider dtype
+        out.copy_(terms[0])
+        rest = terms[1:]
+    for term in rest:
         out.add_(term)
 
 
@@ -130,23 +135,34 @@ def count_messages(
     return messages, total
 
 
-def check_pieces(fulls: Sequence[Tensor], shards: Sequence[Tensor], size: int, index: int) -> None:
-    """Raises `LayoutError` unless each shard is this rank's piece of its full tensor."""
+def check_pieces(
+    fulls: Sequence[Tensor], shards: Sequence[Tensor], size: int, index: int, *, sums: bool = False
+) -> None:
+    """Raises `LayoutError` unless each shard is this rank's piece of its full tensor.
+
+    The shard of a sum may be of a wider dtype than its terms.
+    """
     _check_count(fulls, shards)
     for place, (full, shard) in enumerate(zip(fulls, shards, strict=True)):
         numel = full.numel()
         chunk = chunk_numel(numel, size)
         wanted = max(0, min(chunk, numel - index * chunk))
-        if shard.numel() != wanted or shard.dtype != full.dtype:
+        fits = _holds(shard, full) if sums else shard.dtype == full.dtype
+        if shard.numel() != wanted or not fits:
             _refuse(place, f"{wanted} elements of {full.dtype}", shard)
 
 
 def check_same(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """Raises `LayoutError` unless each output is as large as its tensor, and of its dtype."""
+    """Raises `LayoutError` unless each output is as large as its tensor, of its dtype or wider."""
     _check_count(tensors, outs)
     for place, (tensor, out) in enumerate(zip(tensors, outs, strict=True)):
-        if out.numel() != tensor.numel() or out.dtype != tensor.dtype:
+        if out.numel() != tensor.numel() or not _holds(out, tensor):
             _refuse(place, f"{tensor.numel()} elements of {tensor.dtype}", out)
+
+
+def _holds(out: Tensor, source: Tensor) -> bool:
+    """Whether every value of one tensor is exact in the other's dtype."""
+    return torch.promote_types(out.dtype, source.dtype) == out.dtype
 
 
 def _check_count(left: Sequence[Tensor], right: Sequence[Tensor]) -> None:

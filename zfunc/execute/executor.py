@@ -226,7 +226,10 @@ class Executor:
 
     def gather(self, frame: Frame, op: Gather) -> None:
         fulls = [self._empty(out) for out in op.outs]
-        shards = [frame.inputs.leaves[leaf] for leaf in op.leaves]
+        shards = [
+            frame.inputs.leaves[leaf].to(full.dtype)
+            for leaf, full in zip(op.leaves, fulls, strict=True)
+        ]
         assert self.mesh.comm is not None
         frame.handles[op.token] = self.mesh.comm.gather(
             op.axis, shards, [full.view(-1) for full in fulls]

@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import torch
+
 from zfunc.layout import ShapeDtype
 from zfunc.meshes import Mesh, chunk_numel, shard_range
 from zfunc.passes.buckets import BUCKET_BYTES, buckets, first_uses
@@ -26,6 +28,7 @@ from zfunc.program.ir import (
     Op,
     Program,
     Reduce,
+    Ref,
     Status,
     Update,
     Value,
@@ -161,7 +164,9 @@ class _Join:
                 emit = after.setdefault(at, [])
                 for i, grad in fresh.items():
                     self._mark(grad, "grad" if self._steps(i) else "shard")
-                if self._per_micro(group[0]):
+                reduces = self._per_micro(group[0]) and bool(self._steps(group[0]))
+                self._cast(fresh, emit, on_the_way=reduces)
+                if reduces:
                     self._reduce_into(list(fresh), fresh, emit)
                 _add(fresh, sums, emit)
         end = after.setdefault(len(self.ops) - 1, [])
@@ -220,9 +225,28 @@ class _Join:
             self.token += 1
             grads |= dict(zip(leaves, outs, strict=True))
 
+    def _cast(self, grads: dict[int, int], emit: list[Op], *, on_the_way: bool) -> None:
+        """Casts gradients to the dtype of their sums; `grads` then names the casts.
+
+        A reduce that is on the way takes narrower terms as they are.
+        """
+        for i, grad in grads.items():
+            value, dtype = self.values[grad], self.leaves[i].reduced_dtype
+            widens = torch.promote_types(value.spec.dtype, dtype) == dtype
+            if value.spec.dtype == dtype or (on_the_way and widens):
+                continue
+            out, spec = len(self.values), ShapeDtype(value.spec.shape, dtype)
+            role = self.values[value.owner].role
+            self.values.append(Value(f"{value.name} cast", spec, out, spec.nbytes, role))
+            self._mark(grad, "grad")
+            cast, kwargs = torch.ops.aten._to_copy.default, (("dtype", dtype),)
+            emit.append(Compute(cast, (Ref(grad),), kwargs, (out,), False, "backward"))
+            emit.append(Free((grad,)))
+            grads[i] = out
+
     def _sum_value(self, leaf: int, axis: str | None, source: int, role: str) -> int:
         """A new value for the sum of one leaf's gradients."""
-        spec = self.values[source].spec
+        spec = ShapeDtype(self.values[source].spec.shape, self.leaves[leaf].reduced_dtype)
         if axis is not None:
             start, stop = shard_range(spec.numel, self.mesh.axis_size(axis), self.mesh.index(axis))
             spec = ShapeDtype((stop - start,), spec.dtype)

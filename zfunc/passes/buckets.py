@@ -74,7 +74,12 @@ def _group(
             groups.append([i])
             continue
         rows = (leaf.layouts.params, leaf.layouts.grads, leaf.layouts.opt)
-        kind = (leaf.spec.dtype, leaf.trainable, tuple(row.axis for row in rows))
+        kind = (
+            leaf.spec.dtype,
+            leaf.reduced_dtype,
+            leaf.trainable,
+            tuple(row.axis for row in rows),
+        )
         group, size = open_groups.get(kind, ([], 0))
         if not group or size + leaf.spec.nbytes > bucket_bytes:
             group, size = [], 0

@@ -15,9 +15,11 @@ __all__ = ["gather_bytes", "grad_bytes", "live_bytes", "staging_bytes"]
 
 
 def staging_bytes(leaf: Leaf, axis_sizes: Mapping[str, int]) -> int:
-    """Bytes that the gather of a small leaf receives into before they are copied to their place."""
+    """Bytes that the gather of a leaf needs besides the copy; see `memory.staging_bytes`."""
     axis = leaf.layouts.params.axis
-    return 0 if axis is None else memory.staging_bytes(leaf.spec, axis_sizes[axis])
+    if axis is None:
+        return 0
+    return memory.staging_bytes(leaf.spec, axis_sizes[axis], cast=leaf.is_cast)
 
 
 def gather_bytes(op: Gather, leaves: Sequence[Leaf], axis_sizes: Mapping[str, int]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zfunc.layout import LeafLayouts, ShapeDtype
+from zfunc.layout import Dtypes, LeafLayouts, ShapeDtype
 
 __all__ = [
     "Accumulate",
@@ -79,12 +79,13 @@ class Leaf:
 
     Attributes:
         path: where the user finds it.
-        spec: shape and dtype of the whole leaf.
+        spec: shape and dtype of the whole leaf as ops read it.
         layouts: of the parameter, its gradient and its optimizer state.
         full: the virtual value that compute ops read.
         trainable: whether it has a gradient.
         is_param: whether it is a parameter, not a `Sharded` argument.
         resident: whether this rank holds it whole anyway, so that no gather is needed.
+        dtypes: in which its pieces are stored, and its gradients reduced.
     """
 
     path: str
@@ -94,6 +95,17 @@ class Leaf:
     trainable: bool
     is_param: bool
     resident: bool
+    dtypes: Dtypes
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its pieces are cast before they are gathered."""
+        return self.spec.dtype != self.dtypes.stored
+
+    @property
+    def reduced_dtype(self) -> torch.dtype:
+        """The dtype of its reduced gradient."""
+        return self.dtypes.reduce or self.spec.dtype
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

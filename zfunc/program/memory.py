@@ -110,13 +110,13 @@ def memory_analysis(
     trained = [leaf for leaf in params if leaf.trainable and program.mode != "forward"]
     inputs = _owned(program, (v for micro in program.micros for v in micro.inputs))
     constants = sum(t.untyped_storage().nbytes() for t in program.constants.values())
-    params_bytes = sum(_local_bytes(leaf, leaf.layouts.params.local_shape) for leaf in params)
+    params_bytes = sum(_stored_bytes(leaf, leaf.layouts.params.local_shape) for leaf in params)
     both = max(map(sum, zip(live, activations, shards, strict=True)), default=0)
     return Memory(
         params_bytes=params_bytes,
         grads_bytes=_reduced_bytes(program, trained),
         opt_bytes=opt_bytes,
-        unsharded_params_bytes=sum(leaf.spec.nbytes for leaf in params),
+        unsharded_params_bytes=sum(_stored_bytes(leaf, leaf.spec.shape) for leaf in params),
         unsharded_grads_bytes=sum(leaf.spec.nbytes for leaf in trained),
         unsharded_opt_bytes=unsharded_opt_bytes,
         inputs_bytes=inputs,
@@ -131,15 +131,17 @@ def memory_analysis(
     )
 
 
-def staging_bytes(spec: ShapeDtype, size: int) -> int:
-    """Bytes that gathering one tensor receives before it is copied to its place.
+def staging_bytes(spec: ShapeDtype, size: int, *, cast: bool = False) -> int:
+    """Bytes that gathering one tensor needs besides the copy.
 
     Args:
         spec: the whole tensor, in the dtype in which it travels.
         size: the ranks of the axis.
+        cast: whether its pieces are cast before they travel.
 
     Returns:
-        What the rank that receives most receives; 0 for a tensor that is received in place.
+        What the rank that receives most receives before it is copied to its place, 0 for a tensor
+        that is received in place; and the piece that is cast.
 
     Example:
         >>> import torch
@@ -149,7 +151,8 @@ def staging_bytes(spec: ShapeDtype, size: int) -> int:
         (12, 0)
     """
     piece = chunk_numel(spec.numel, size) * spec.dtype.itemsize
-    return 0 if piece >= DIRECT_BYTES else min((size - 1) * piece, spec.nbytes)
+    received = 0 if piece >= DIRECT_BYTES else min((size - 1) * piece, spec.nbytes)
+    return received + piece * cast
 
 
 class _Walk:
@@ -197,8 +200,11 @@ class _Walk:
                 self.alive.add(owner.owner)
                 self.held[owner.role] += owner.nbytes
         if isinstance(op, Gather):
-            specs = [self.program.values[out].spec for out in op.outs]
-            self._issue(op.token, sum(staging_bytes(s, self.axes[op.axis]) for s in specs))
+            leaves = [self.program.leaves[i] for i in op.leaves]
+            size = self.axes[op.axis]
+            self._issue(
+                op.token, sum(staging_bytes(leaf.spec, size, cast=leaf.is_cast) for leaf in leaves)
+            )
         elif isinstance(op, Reduce):
             self._issue(op.token, op.receive_bytes)
 
@@ -228,8 +234,8 @@ def _owned(program: Program, values: Iterable[int]) -> int:
     return sum(program.values[o].nbytes for o in {program.values[v].owner for v in values})
 
 
-def _local_bytes(leaf: Leaf, shape: tuple[int, ...]) -> int:
-    return ShapeDtype(shape, leaf.spec.dtype).nbytes
+def _stored_bytes(leaf: Leaf, shape: tuple[int, ...]) -> int:
+    return ShapeDtype(shape, leaf.dtypes.stored).nbytes
 
 
 def _reduced_bytes(program: Program, trained: list[Leaf]) -> int:
@@ -237,4 +243,5 @@ def _reduced_bytes(program: Program, trained: list[Leaf]) -> int:
     for op in program.ops:
         if isinstance(op, Status):
             return _owned(program, (grad for grad in op.grads if grad is not None))
-    return sum(_local_bytes(leaf, leaf.layouts.grads.local_shape) for leaf in trained)
+    shapes = [(leaf.layouts.grads.local_shape, leaf.reduced_dtype) for leaf in trained]
+    return sum(ShapeDtype(shape, dtype).nbytes for shape, dtype in shapes)
