@@ -9,7 +9,7 @@ import zfunc
 
 NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError Lowered
-Mesh NonFiniteError P Prefetch ProgramMismatchError RankLostError RemoteRankError ShapeDtype Sharded
+Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError RemoteRankError ShapeDtype Sharded
 State Step TreeMismatchError abstract_mesh errors gather infer local_mesh mesh optim policies random
 remat report scatter schedules shard spmd tree zero
 """
@@ -24,11 +24,11 @@ ARGUMENTS = {
     "Capture": "rung check_every max_signatures max_shape_misses",
     "ShapeDtype": "shape dtype",
     "shard": (
-        "loss_fn mesh *specs *trainable *remat *prefetch *accum *has_aux *nonfinite *capture"
+        "loss_fn mesh *specs *trainable *precision *remat *prefetch *accum *has_aux *nonfinite *capture"
         " *donate"
     ),
-    "spmd": "fn mesh *out_specs *prefetch",
-    "infer": "apply_fn mesh *prefetch",
+    "spmd": "fn mesh *out_specs *precision *prefetch",
+    "infer": "apply_fn mesh *precision *prefetch",
     "gather": "tree dtype",
     "scatter": "tree mesh specs *reduce",
     "remat": "fn policy",

@@ -157,7 +157,11 @@ def master_run(mesh: zfunc.Mesh, precision: Any, spec: Any) -> Any:
     state = step.init(params(), optim.adamw(0.01))
     for number in range(3):
         state, _ = step(state, batch(mesh.rank, number))
-    return gathered(state.opt_state.masters), gathered(state.params), gathered(state.opt_state.state)
+    return (
+        gathered(state.opt_state.masters),
+        gathered(state.params),
+        gathered(state.opt_state.state),
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -182,8 +186,11 @@ def traffic(mesh: zfunc.Mesh, precision: Any) -> tuple[int, list[torch.dtype], i
     before = comm.stats().payload_bytes
     step(state, batch(mesh.rank, 0))
     program = lowered.program
-    values = [op.outs if isinstance(op, Gather) else op.ins for op in program.ops
-              if isinstance(op, Gather | Reduce)]
+    values = [
+        op.outs if isinstance(op, Gather) else op.ins
+        for op in program.ops
+        if isinstance(op, Gather | Reduce)
+    ]
     dtypes = [program.values[v].spec.dtype for group in values for v in group]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     peak = lowered.memory_analysis().peak_live_bytes

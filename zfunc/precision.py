@@ -80,7 +80,8 @@ class Precision:
             LayoutError: no such name.
         """
         if name == "fp32":
-            return Precision(*[torch.float32] * 5)
+            full = torch.float32
+            return Precision(param=full, compute=full, reduce=full, output=full, batch=full)
         if name == "bf16":
             return Precision(compute=torch.bfloat16, reduce=torch.float32, output=torch.float32)
         raise LayoutError(

@@ -91,10 +91,12 @@ def init_opt_state(
         ]
     else:
         own = [masters[i] for i in table.trainable]
-    targets = [master or view for master, view in zip(own, views, strict=True)]
+    targets = [view if master is None else master for master, view in zip(own, views, strict=True)]
     layout = views[0].layout if views else None
     state = _wrapped(tx.init(table.trainable_tree(targets)), layout)
-    return joined(table.trainable_tree(own) if any(own) else None, state)
+    return joined(
+        None if all(master is None for master in own) else table.trainable_tree(own), state
+    )
 
 
 def opt_state_like(tx: Any, table: ParamTable) -> Any:
@@ -172,7 +174,7 @@ def commit(
     masters, opt_state = separated(tree.unflatten(structure, [take(leaf) for leaf in opt_leaves]))
     views = [_opt_view(table, i, new_leaves[i]) for i in table.trainable]
     own = per_leaf(masters, [table.slots[i] for i in table.trainable])
-    targets = [master or view for master, view in zip(own, views, strict=True)]
+    targets = [view if master is None else master for master, view in zip(own, views, strict=True)]
     wrapped = [_gradient(target, grad) for target, grad in zip(targets, grads, strict=True)]
     raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
     _, opt_state, applied = optim.apply(
