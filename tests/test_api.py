@@ -9,9 +9,9 @@ import zfunc
 
 NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError Lowered
-Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError RemoteRankError ShapeDtype Sharded
-State Step TreeMismatchError abstract_mesh errors gather infer local_mesh mesh optim policies random
-remat report scatter schedules shard spmd tree zero
+Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError RemoteRankError
+ShapeDtype Sharded State Step TreeMismatchError abstract_mesh errors gather infer local_mesh mesh
+optim policies random remat report scatter schedules shard spmd tree zero
 """
 
 ARGUMENTS = {
@@ -24,8 +24,8 @@ ARGUMENTS = {
     "Capture": "rung check_every max_signatures max_shape_misses",
     "ShapeDtype": "shape dtype",
     "shard": (
-        "loss_fn mesh *specs *trainable *precision *remat *prefetch *accum *has_aux *nonfinite *capture"
-        " *donate"
+        "loss_fn mesh *specs *trainable *precision *remat *prefetch *accum *has_aux *nonfinite"
+        " *capture *donate"
     ),
     "spmd": "fn mesh *out_specs *precision *prefetch",
     "infer": "apply_fn mesh *precision *prefetch",

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -188,8 +188,45 @@ def assert_close(got: list[Tensor], expected: list[Tensor], *, exact: bool) -> N
 
 sometimes = st.sampled_from([False, False, True])
 
+# What a soak found, shrunk.
+MAIN = torch.tensor([[1.0, 0, -3, -1, -2], [-1, 3, 0, 1, 2], [-1, -3, -2, 2, -1]]).double()
+EVEN = torch.tensor([[1.0, 2, 2, 1, 1], [0, 0, 0, 3, -3], [3, -3, -2, 1, -1]]).double()
+FLAT = zfunc.Flat("shard")
+LOOSE = Run({"shard": 2}, FLAT, (3,), (), 0.0, 0, None, remat=False, donate=False)
+WHOLE_REST = {"params": {"main": FLAT, "rest": zfunc.P()}, "grads": FLAT, "opt": FLAT}
+
+
+def recipe(*steps: tuple[str, int, int], weighted: bool = False) -> Recipe:
+    return Recipe(steps, weighted=weighted, has_aux=False)
+
+
+KEPT_WHERE_THE_BUDGET_IS_FULL = {
+    "params": {"main": MAIN, "rest": torch.tensor(1.0).double()},
+    "recipe": recipe(("largest", 0, 1)),
+    "run": LOOSE,
+    "grads": False,
+}
+AWAITED_WITH_THE_NEXT_ONE = {
+    "params": {"main": MAIN, "rest": [torch.tensor(1.0)]},
+    "chosen": [recipe(("again and again", 0, 1)), recipe(("stacked", 1, 0))],
+    "turns": (1, 0, 1),
+    "run": dataclasses.replace(LOOSE, specs=WHOLE_REST, rows=(2, 3)),
+    "grads": False,
+}
+SUMMED_IN_ANOTHER_ORDER = {
+    "params": {"main": EVEN, "rest": [[[], (EVEN[0, 1], -EVEN[0, 1])], EVEN]},
+    "chosen": [
+        recipe(("add", 2, 0), ("again and again", 0, 0)),
+        recipe(("add", 0, 0), ("again and again", 0, 2)),
+    ],
+    "turns": (1, 1, 1),
+    "run": dataclasses.replace(LOOSE, specs=zfunc.zero(2), rows=(2, 2, 1)),
+    "grads": False,
+}
+
 
 @examples(0.7)
+@example(**KEPT_WHERE_THE_BUDGET_IS_FULL)
 @given(trees(), recipes, runs, sometimes)
 def test_ranks_with_one_loss_equal_the_dense_run(
     params: Any, recipe: Recipe, run: Run, grads: bool
@@ -251,6 +288,8 @@ def without_remat_around_transforms(run: Run, chosen: Sequence[Recipe]) -> Run:
 
 
 @examples(0.3)
+@example(**AWAITED_WITH_THE_NEXT_ONE)
+@example(**SUMMED_IN_ANOTHER_ORDER)
 @given(
     trees(),
     st.lists(recipes_up_to(3), min_size=2, max_size=3),

@@ -10,7 +10,7 @@ of measured rates: all ranks find the same one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from zfunc.passes.live import gather_bytes, live_bytes
 from zfunc.program.ir import Accumulate, Free, Gather, Op, Program, Reduce, Status, Wait
@@ -48,9 +48,7 @@ def _await_reduces_late(program: Program, axis_sizes: Mapping[str, int]) -> Prog
         if not isinstance(op, Reduce):
             at += 1
             continue
-        stop = at + 1
-        while isinstance(ops[stop], Wait | Free | Accumulate | Reduce):
-            stop += 1
+        stop = _end_of(ops, at)
         held = op.receive_bytes + _grad_bytes(program, (*op.ins, *op.outs))
         target = stop
         while not isinstance(ops[target], Reduce | Status) and during[target] + held <= limit:
@@ -66,6 +64,18 @@ def _await_reduces_late(program: Program, axis_sizes: Mapping[str, int]) -> Prog
         if at not in gone:
             result.append(op)
     return dataclasses.replace(program, ops=tuple(result))
+
+
+def _end_of(ops: Sequence[Op], at: int) -> int:
+    """Where what follows a reduce ends, the reduces of its results over other axes included."""
+    results = None
+    while isinstance(op := ops[at], Reduce | Wait | Free | Accumulate):
+        if isinstance(op, Reduce):
+            if results not in (None, op.ins):
+                break
+            results = op.outs
+        at += 1
+    return at
 
 
 def _grad_bytes(program: Program, values: Iterable[int]) -> int:
