@@ -8,10 +8,10 @@ from typing import Any
 import zfunc
 
 NAMES = """
-BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError Lowered
-Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError RemoteRankError
-ShapeDtype Sharded State Step TreeMismatchError abstract_mesh errors gather infer local_mesh mesh
-optim policies random remat report scatter schedules shard spmd tree zero
+BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError
+LossScale Lowered Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError
+RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh errors gather infer
+local_mesh mesh optim policies random remat report scatter schedules shard spmd tree zero
 """
 
 ARGUMENTS = {

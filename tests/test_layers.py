@@ -19,11 +19,12 @@ PACKAGE = ROOT / "zfunc"
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
 errors  ops  tree
-hardware  settings  meshes  layout  sharded  random  schedules
+scaling  hardware  settings  meshes  layout  sharded  random  schedules
 scope  comm  agree  program  rematerialise  optim
 capture  precision  collective  passes
 execute
-state  params  masters  dynamic  programs  resolve  update  training  explain  lowered  adopt  init
+state  params  masters  dynamic  programs  resolve  update  metrics
+training  explain  lowered  adopt  init
 spmd  step  inference
 report
 __init__

@@ -309,10 +309,13 @@ def test_lower_counts_masters_and_narrow_leaves() -> None:
 @pytest.mark.parametrize(
     ("precision", "message"),
     [
-        ("fp17", "'fp32', 'bf16' or Precision"),
+        ("fp17", "'fp32', 'bf16', 'fp16' or Precision"),
         (16, "precision has 16"),
         ({"w": MIXED}, "precision is not a prefix"),
-        ({"embed": MIXED, "rest": dataclasses.replace(MIXED, batch=None)}, "batch or output"),
+        (
+            {"embed": MIXED, "rest": dataclasses.replace(MIXED, batch=None)},
+            "differs between leaves in batch",
+        ),
     ],
     ids=str,
 )

@@ -25,6 +25,7 @@ from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
 from zfunc.precision import Precision
 from zfunc.rematerialise import policies, remat
+from zfunc.scaling import LossScale
 from zfunc.settings import Capture, Prefetch
 from zfunc.sharded import Sharded
 from zfunc.spmd import Forward, infer, spmd
@@ -41,6 +42,7 @@ __all__ = [
     "Forward",
     "Hardware",
     "LayoutError",
+    "LossScale",
     "Lowered",
     "Mesh",
     "NonFiniteError",

@@ -19,6 +19,7 @@ from zfunc.errors import LayoutError, explain
 from zfunc.layout import Layout, P
 from zfunc.masters import joined, separated
 from zfunc.params import ParamTable
+from zfunc.scaling import fresh_scaler
 from zfunc.sharded import Sharded, consume, is_sharded
 from zfunc.state import State
 from zfunc.training import Training
@@ -73,7 +74,10 @@ def adopt(training: Training, state: State) -> State:
     if options.donate:
         for leaf in given:
             consume(leaf, what)
-    return State(state.step, table.rebuild(leaves), opt_state, state.key, state.scaler, state.tx)
+    scaler = fresh_scaler(options.loss_scale)
+    if scaler is not None and state.scaler is not None:
+        scaler = state.scaler
+    return State(state.step, table.rebuild(leaves), opt_state, state.key, scaler, state.tx)
 
 
 def _check_processes(leaves: list[Sharded], processes: tuple[int, ...]) -> None:

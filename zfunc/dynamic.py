@@ -34,6 +34,7 @@ def call_loss(
     key: Tensor | None,
     *,
     has_aux: bool,
+    scale: float = 1.0,
 ) -> tuple[list[Tensor], Any]:
     """Runs a loss and its gradient.
 
@@ -44,6 +45,7 @@ def call_loss(
         arguments: what it is called with besides parameters.
         key: its key, or None if it takes none.
         has_aux: whether it returns `(loss, aux)`.
+        scale: of the gradients.
 
     Returns:
         Loss, weight (1 for a loss without) and the gradient of every trainable leaf; and aux.
@@ -62,7 +64,7 @@ def call_loss(
             loss, weight, aux = split_loss(out, has_aux)
         if loss.requires_grad and diff:
             with OwnWeights():
-                grads = gradients(loss, diff)
+                grads = gradients(loss, diff, scale)
     _refuse_writes(watched)
     if weight is None:
         weight = torch.ones((), dtype=torch.float64)

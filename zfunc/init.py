@@ -28,6 +28,7 @@ from zfunc.params import ParamTable, checksum, compare_checksums, cut
 from zfunc.program.ir import Free, Program, reads, writes
 from zfunc.programs import takes_key
 from zfunc.random import split
+from zfunc.scaling import fresh_scaler
 from zfunc.sharded import Sharded, is_sharded
 from zfunc.state import State
 from zfunc.training import Training
@@ -174,7 +175,8 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
     assert isinstance(pieces, Pieces)
     opt_state = init_opt_state(tx, table, pieces.leaves, pieces.masters)
     zero = torch.zeros((), dtype=torch.int64)
-    return State(zero, table.rebuild(pieces.leaves), opt_state, state_key, None, tx)
+    scaler = fresh_scaler(options.loss_scale)
+    return State(zero, table.rebuild(pieces.leaves), opt_state, state_key, scaler, tx)
 
 
 def _check_whole(params: Any) -> None:
@@ -208,7 +210,8 @@ def abstract_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor |
         ]
         opt_state = init_opt_state(tx, table, leaves)
         zero = torch.zeros((), dtype=torch.int64)
-        state = State(zero, table.rebuild(leaves), opt_state, state_key, None, tx)
+        scaler = fresh_scaler(options.loss_scale)
+        state = State(zero, table.rebuild(leaves), opt_state, state_key, scaler, tx)
         return tree.map(_abstract, state)
 
 

@@ -183,12 +183,15 @@ class Dtypes:
         compute: the dtype that the function sees.
         reduce: the dtype of its reduced gradient; None for that of the gradient.
         master: whether the optimizer's state holds a float32 master.
+        rounding: "nearest" or "stochastic": an update is computed in float32, and rounded so; ""
+            for one in the dtype of the leaf.
     """
 
     stored: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype | None = None
     master: bool = False
+    rounding: str = ""
 
     @staticmethod
     def plain(dtype: torch.dtype) -> Dtypes:

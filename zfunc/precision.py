@@ -20,9 +20,10 @@ from zfunc import tree
 from zfunc.capture.outputs import split_loss
 from zfunc.errors import LayoutError, explain
 from zfunc.layout import Dtypes
+from zfunc.scaling import LossScale, check_scale
 from zfunc.sharded import is_sharded
 
-__all__ = ["Precision", "dtypes_of", "keeping_params", "with_precision"]
+__all__ = ["Precision", "dtypes_of", "keeping_params", "loss_scale_of", "with_precision"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -39,7 +40,10 @@ class Precision:
         output: of the loss and of floating tensors in aux or in results.
         batch: of floating tensors in the batch.
         master: whether a leaf stored in bfloat16 or float16 has a float32 master in the optimizer's
-            state, of which it is the cast. False trains it as it is.
+            state, of which it is the cast. False updates it as it is, in float32 arithmetic.
+        stochastic_rounding: whether a leaf stored in bfloat16 without a master is rounded up or
+            down at random after an update, so that what is below half a unit is kept on average.
+        loss_scale: a number, or a `LossScale` that adapts; for computation in float16.
 
     Example:
         >>> Precision.of("bf16").compute
@@ -52,6 +56,8 @@ class Precision:
     output: torch.dtype | None = None
     batch: torch.dtype | None = None
     master: bool = True
+    stochastic_rounding: bool = False
+    loss_scale: LossScale | float | None = None
 
     def __post_init__(self) -> None:
         for name in ("param", "compute", "reduce", "output", "batch"):
@@ -64,14 +70,24 @@ class Precision:
                     expected="a floating dtype of 16 bits or more, such as torch.bfloat16, or None",
                 )
             )
+        if not (self.loss_scale is None or isinstance(self.loss_scale, LossScale)):
+            check_scale("Precision(loss_scale=)", self.loss_scale)
+        if self.stochastic_rounding and self.master:
+            raise LayoutError(
+                explain(
+                    "Precision(stochastic_rounding=True) with masters",
+                    expected="master=False: a leaf that has a master is its nearest cast",
+                )
+            )
 
     @staticmethod
     def of(name: str) -> Precision:
         """The usual choice by name.
 
         Args:
-            name: "fp32": everything in float32. "bf16": compute in bfloat16; reduce, output, and
-                the leaves as they are (float32 leaves are their own masters).
+            name: "fp32": everything in float32. "bf16": compute in bfloat16; reduce and output in
+                float32, the leaves as they are (float32 leaves are their own masters). "fp16": the
+                same in float16, with a dynamic loss scale.
 
         Returns:
             The precision.
@@ -84,10 +100,13 @@ class Precision:
             return Precision(param=full, compute=full, reduce=full, output=full, batch=full)
         if name == "bf16":
             return Precision(compute=torch.bfloat16, reduce=torch.float32, output=torch.float32)
+        if name == "fp16":
+            full, scale = torch.float32, LossScale()
+            return Precision(compute=torch.float16, reduce=full, output=full, loss_scale=scale)
         raise LayoutError(
             explain(
                 f"precision {name!r}",
-                expected="'fp32', 'bf16' or Precision(...)",
+                expected="'fp32', 'bf16', 'fp16' or Precision(...)",
                 do="write Precision(compute=...) for other dtypes",
             )
         )
@@ -102,7 +121,7 @@ def dtypes_of(precision: Any, skeleton: Any, dtypes: Sequence[torch.dtype | None
         dtypes: the dtype of each leaf as given; None for one that is no tensor.
 
     Raises:
-        LayoutError: a leaf of the prefix tree is none of those.
+        LayoutError: a leaf of the prefix tree is none of those, or cannot be rounded at random.
         TreeMismatchError: it is not a prefix of the tree.
     """
     rows = tree.broadcast_prefix(
@@ -115,8 +134,28 @@ def dtypes_of(precision: Any, skeleton: Any, dtypes: Sequence[torch.dtype | None
             continue
         stored = row.param or dtype
         master = row.master and stored in _LOW
-        made.append(Dtypes(stored, row.compute or stored, row.reduce, master))
+        if row.stochastic_rounding and stored is torch.float16:
+            raise LayoutError(
+                explain(
+                    "Precision(stochastic_rounding=True) of a leaf that is stored in float16",
+                    expected="bfloat16",
+                    do="use param=torch.bfloat16, or leave out stochastic_rounding",
+                )
+            )
+        rounding = "stochastic" if row.stochastic_rounding else "nearest"
+        if stored not in _LOW:
+            rounding = ""
+        made.append(Dtypes(stored, row.compute or stored, row.reduce, master, rounding))
     return made
+
+
+def loss_scale_of(precision: Any) -> LossScale | float | None:
+    """The scale that all rows of a prefix tree ask for.
+
+    Raises:
+        LayoutError: they disagree.
+    """
+    return _common(_named(precision), "loss_scale")
 
 
 def keeping_params(precision: Any) -> Any:
@@ -142,20 +181,9 @@ def with_precision(
         LayoutError: leaves of a prefix tree disagree about batch or output.
     """
     named = _named(precision)
-    found = [row for row in tree.leaves(named, is_leaf=_is_row) if row is not None]
-    if not found:
+    if all(row is None for row in tree.leaves(named, is_leaf=_is_row)):
         return function
-    ends = {(row.batch, row.output) for row in found}
-    if len(ends) > 1:
-        raise LayoutError(
-            explain(
-                "precision differs between leaves in batch or output",
-                expected="one dtype for the batch and one for the output",
-                got=sorted(map(str, ends)),
-                do="give every Precision of the tree the same batch= and output=",
-            )
-        )
-    ((batch, output),) = ends
+    batch, output = _common(named, "batch"), _common(named, "output")
 
     @functools.wraps(function)
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -168,6 +196,22 @@ def with_precision(
         return (body, _cast(aux, output)) if has_aux else body
 
     return wrapped
+
+
+def _common(named: Any, field: str) -> Any:
+    """What all rows have in one field."""
+    rows = [row for row in tree.leaves(named, is_leaf=_is_row) if row is not None]
+    found = {getattr(row, field) for row in rows}
+    if len(found) > 1:
+        raise LayoutError(
+            explain(
+                f"precision differs between leaves in {field}",
+                expected="one value for all",
+                got=sorted(map(str, found)),
+                do=f"give every Precision of the tree the same {field}=",
+            )
+        )
+    return found.pop() if found else None
 
 
 def _cast_params(params: Any, named: Any) -> Any:
@@ -203,7 +247,7 @@ def _named(precision: Any) -> Any:
         raise LayoutError(
             explain(
                 f"precision has {row!r}",
-                expected="None, 'fp32', 'bf16' or Precision(...)",
+                expected="None, 'fp32', 'bf16', 'fp16' or Precision(...)",
             )
         )
 

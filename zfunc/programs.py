@@ -136,6 +136,7 @@ class Programs:
         *,
         update: bool,
         has_aux: bool,
+        scaled: bool = False,
     ) -> Compiled:
         """The program of a step (`update`) or of a loss and its gradient.
 
@@ -146,7 +147,13 @@ class Programs:
 
         def trace(batch: Argument, **how: bool) -> Traced:
             return trace_loss(
-                self.function, table.argument, batch, key=self.takes_key, has_aux=has_aux, **how
+                self.function,
+                table.argument,
+                batch,
+                key=self.takes_key,
+                has_aux=has_aux,
+                scaled=scaled,
+                **how,
             )
 
         return self._choose(("loss", update), table, tuple(batches), trace, update)

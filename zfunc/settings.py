@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from zfunc.errors import LayoutError, check_count, explain
+from zfunc.scaling import LossScale
 
 __all__ = ["Capture", "Options", "Prefetch", "check_capture"]
 
@@ -72,6 +73,7 @@ class Options:
     has_aux: bool
     nonfinite: str
     donate: bool
+    loss_scale: LossScale | float | None = None
 
 
 def check_capture(capture: Capture | str) -> Capture:

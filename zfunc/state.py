@@ -33,6 +33,7 @@ class Memo:
         structure: of their tree.
         opt_state: the optimizer's state.
         tx: the optimizer.
+        skips: how many steps in a row were left out before.
     """
 
     training: Any
@@ -42,6 +43,7 @@ class Memo:
     structure: Any
     opt_state: Any
     tx: Any
+    skips: int
 
     def fits(self, training: Any, state: State, flat: list[Any], structure: Any) -> bool:
         """Whether a state is still what that step made of it."""

@@ -15,10 +15,11 @@ from zfunc.init import abstract_state, init_state
 from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
-from zfunc.precision import with_precision
+from zfunc.precision import loss_scale_of, with_precision
 from zfunc.programs import Programs
 from zfunc.rematerialise import Nothing
 from zfunc.rematerialise import remat as rematerialised
+from zfunc.scaling import LossScale
 from zfunc.settings import Capture, Options, Prefetch
 from zfunc.state import State
 from zfunc.training import Training, gradients, run_step
@@ -88,7 +89,15 @@ def shard(
     check_count("shard(accum=)", accum, 1, "micro-batches")
     function = loss_fn if remat is None else rematerialised(loss_fn, remat)
     function = with_precision(function, precision, loss=True, has_aux=has_aux)
-    options = Options(specs, trainable, precision, accum, has_aux, nonfinite, donate)
+    scale = loss_scale_of(precision)
+    if isinstance(scale, LossScale) and nonfinite != "skip":
+        raise LayoutError(
+            explain(
+                f"shard(nonfinite={nonfinite!r}) with a dynamic loss scale",
+                expected="'skip': a scale that is too large is found by steps that are left out",
+            )
+        )
+    options = Options(specs, trainable, precision, accum, has_aux, nonfinite, donate, scale)
     mesh = as_mesh(mesh)
     return Step(Training(mesh, options, Programs(function, mesh, prefetch, capture), {}))
 

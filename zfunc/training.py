@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,11 +34,13 @@ from zfunc.errors import LayoutError, NonFiniteError, explain
 from zfunc.execute import Inputs, Outcome, Verdict, deferred_interrupts
 from zfunc.masters import separated
 from zfunc.meshes import Mesh
+from zfunc.metrics import mean_loss, measured, nonfinite_message, warn_of_skips
 from zfunc.params import ParamTable, leaf_facts
 from zfunc.program.ir import Program, Status
 from zfunc.programs import Compiled, Programs
 from zfunc.random import fold_in
 from zfunc.resolve import resolve
+from zfunc.scaling import LossScale, Scaler, advanced, check_scaler, scale_of
 from zfunc.settings import Options
 from zfunc.sharded import Sharded, is_sharded
 from zfunc.state import Memo, State, check_state
@@ -138,15 +139,25 @@ def run_step(training: Training, state: State, batch: Any) -> tuple[State, dict[
 
     with naming(what), deferred_interrupts() as interrupts:
         with telling_others(mesh, what), interrupts.heard():
+            check_scaler(options.loss_scale, state.scaler)
+            scale = scale_of(options.loss_scale, state.scaler)
             ready = prepare(training, state.params, batch, state.key, number, state=state)
-            context = ("step", number, state.tx, options.nonfinite)
+            context = ("step", number, state.tx, options.nonfinite, options.loss_scale, scale)
             proposal = _proposal(training, ready, context)
         ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=True)
-        outcome, verdict = _run(training, ready, update, state.key, number, what)
+        outcome, verdict = _run(training, ready, update, state.key, number, what, scale)
         if "updated" not in box and options.nonfinite == "raise":
-            loss = float(_mean_loss(ready.compiled.program, outcome, verdict))
-            raise NonFiniteError(_nonfinite_message(ready.table, verdict, loss, what))
-        return _next_state(training, state, ready, outcome, verdict, box.get("updated"), what)
+            mean = float(mean_loss(ready.compiled.program, outcome, verdict))
+            raise NonFiniteError(nonfinite_message(ready.table, verdict, mean, what))
+        scaler, updated = state.scaler, box.get("updated")
+        if isinstance(options.loss_scale, LossScale):
+            scaler = advanced(options.loss_scale, scaler, finite=updated is not None)
+        new, applied = _next_state(training, state, ready, verdict, updated, scaler, what)
+        program = ready.compiled.program
+        metrics = measured(program, outcome, verdict, applied, skipped=updated is None, scale=scale)
+        if options.has_aux:
+            metrics["aux"] = _aux(training, ready.compiled, outcome)
+        return new, metrics
 
 
 def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -> tuple[Any, Any]:
@@ -158,7 +169,8 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
             ready = prepare(training, params, batch, key, 0)
             proposal = _proposal(training, ready, (what,))
         ready = _resolved(training, ready, agree(mesh, proposal, what), what, update=False)
-        outcome, verdict = _run(training, ready, None, key, 0, what)
+        scale = scale_of(training.options.loss_scale, None)
+        outcome, verdict = _run(training, ready, None, key, 0, what, scale)
     table, program = ready.table, ready.compiled.program
     sums = _reduced(program)
     grads = []
@@ -171,7 +183,7 @@ def gradients(training: Training, params: Any, batch: Any, key: Tensor | None) -
         else:
             local = outcome.env[value].view(layout.local_shape)
         grads.append(Sharded(local, layout))
-    loss = _mean_loss(program, outcome, verdict)
+    loss = mean_loss(program, outcome, verdict)
     value = (loss, _aux(training, ready.compiled, outcome)) if training.options.has_aux else loss
     return value, table.trainable_tree(grads)
 
@@ -215,7 +227,11 @@ def prepare(
         arguments.append(argument)
         given.append(found)
     compiled = training.programs.loss(
-        table, arguments, update=state is not None, has_aux=options.has_aux
+        table,
+        arguments,
+        update=state is not None,
+        has_aux=options.has_aux,
+        scaled=options.loss_scale is not None,
     )
     if compiled.rung == "dynamic":
         given = [[] for _ in batches]
@@ -300,12 +316,17 @@ def _run(
     key: Tensor | None,
     number: int,
     what: str,
+    scale: float,
 ) -> tuple[Outcome, Verdict]:
     """Runs the program; raises on every rank if any rank failed before the commit point."""
     mesh = training.mesh
+    given = ready.tensors
+    if training.options.loss_scale is not None and ready.compiled.rung == "traced":
+        start = torch.tensor(scale, dtype=torch.float64, device=mesh.device)
+        given = [[*tensors, start] for tensors in given]
     inputs = Inputs(
         ready.pieces,
-        ready.tensors,
+        given,
         ready.keys,
         update,
         lambda fulls, micro: call_loss(
@@ -315,8 +336,10 @@ def _run(
             [ready.batches[micro]],
             ready.keys[micro],
             has_aux=training.options.has_aux,
+            scale=scale,
         ),
         training.threads,
+        scale,
     )
     with _seeded(training, ready.compiled, key, number):
         outcome = ready.compiled.executor.run(inputs)
@@ -349,44 +372,25 @@ def _next_state(
     training: Training,
     state: State,
     ready: Prepared,
-    outcome: Outcome,
     verdict: Verdict,
     updated: Updated | None,
+    scaler: Scaler | None,
     what: str,
-) -> tuple[State, dict[str, Any]]:
-    """The state after the step, and its metrics."""
-    program = ready.compiled.program
-    metrics: dict[str, Any] = {
-        "loss": _mean_loss(program, outcome, verdict),
-        "grad_norm": _scalar(math.sqrt(sum(verdict.squares))),
-        "skipped": torch.tensor(int(updated is None)),
-        "loss_scale": _scalar(1.0),
-        "exposed_communication_s": _scalar(outcome.waited_s),
-    }
+) -> tuple[State, Any]:
+    """The state after the step, and the rate and norm of its update."""
+    options, skips = training.options, 0
     if updated is None:
-        leaves, opt_state = renew(state, ready.leaves, donate=training.options.donate, what=what)
-        rate, clipped = optim.learning_rate_of(state.tx, separated(opt_state)[1]), None
+        leaves, opt_state = renew(state, ready.leaves, donate=options.donate, what=what)
+        applied = optim.Applied(optim.learning_rate_of(state.tx, separated(opt_state)[1]), None)
+        skips = 1 + (0 if state.memo is None else state.memo.skips)
+        warn_of_skips(training.mesh, ready.table, verdict, skips, what)
     else:
-        leaves, opt_state = updated.params, updated.opt_state
-        rate, clipped = updated.applied.lr, updated.applied.grad_norm_clipped
-    norm = metrics["grad_norm"]
-    metrics["grad_norm_clipped"] = norm if clipped is None else _scalar(clipped)
-    metrics["lr"] = (
-        {label: _scalar(value) for label, value in rate.items()}
-        if isinstance(rate, dict)
-        else _scalar(math.nan if rate is None else rate)
-    )
-    if training.options.has_aux:
-        metrics["aux"] = _aux(training, ready.compiled, outcome)
+        leaves, opt_state, applied = updated.params, updated.opt_state, updated.applied
     params = ready.table.rebuild(leaves)
     flat, structure = tree.flatten(params, is_leaf=is_sharded)
-    memo = Memo(training, ready.table, list(leaves), flat, structure, opt_state, state.tx)
+    memo = Memo(training, ready.table, list(leaves), flat, structure, opt_state, state.tx, skips)
     step = state.step + 1
-    return State(step, params, opt_state, state.key, state.scaler, state.tx, memo), metrics
-
-
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
+    return State(step, params, opt_state, state.key, scaler, state.tx, memo), applied
 
 
 def _aux(training: Training, compiled: Compiled, outcome: Outcome) -> Any:
@@ -394,28 +398,6 @@ def _aux(training: Training, compiled: Compiled, outcome: Outcome) -> Any:
     return each if training.options.accum > 1 else each[0]
 
 
-def _mean_loss(program: Program, outcome: Outcome, verdict: Verdict) -> Tensor:
-    total = outcome.total_weight
-    mean = verdict.loss / total if total else math.nan
-    first = program.micros[0].loss
-    assert first is not None
-    made = outcome.env[first]
-    return torch.tensor(mean, dtype=made.dtype)
-
-
 def _reduced(program: Program) -> Sequence[int | None]:
     """The values of the reduced gradients, as the status op names them."""
     return next(op.grads for op in program.ops if isinstance(op, Status))
-
-
-def _nonfinite_message(table: ParamTable, verdict: Verdict, loss: float, what: str) -> str:
-    bad = [
-        table.slots[position].path
-        for position, square in zip(table.trainable, verdict.squares, strict=True)
-        if not math.isfinite(square)
-    ]
-    return explain(
-        f"{what} is not finite: loss {loss}, gradients of {bad[:3] or 'no leaf'}",
-        expected="finite loss and gradients",
-        do='the state from before is valid; nonfinite="skip" leaves such steps out',
-    )

@@ -19,7 +19,7 @@ from zfunc.capture import compat
 from zfunc.errors import LayoutError, explain
 from zfunc.execute import Verdict, sum_over_ranks
 from zfunc.layout import Layout
-from zfunc.masters import joined, per_leaf, separated, write_back
+from zfunc.masters import joined, per_leaf, separated, widened, write_back
 from zfunc.meshes import Mesh
 from zfunc.params import ParamTable
 from zfunc.sharded import Sharded, consume, is_sharded, whole
@@ -82,16 +82,13 @@ def init_opt_state(
         masters: the master of each, where it has one; None makes them from the leaves.
     """
     views = [_opt_view(table, i, leaves[i]) for i in table.trainable]
-    if masters is None:
-        own: list[Sharded | None] = [
-            Sharded(view.local.to(torch.float32), view.layout)
-            if table.slots[i].dtypes.master
-            else None
-            for i, view in zip(table.trainable, views, strict=True)
-        ]
-    else:
-        own = [masters[i] for i in table.trainable]
-    targets = [view if master is None else master for master, view in zip(own, views, strict=True)]
+    slots = [table.slots[i] for i in table.trainable]
+    wide = [widened(view, slot) for view, slot in zip(views, slots, strict=True)]
+    own: list[Sharded | None] = [
+        None if not slot.dtypes.master else copy if masters is None else masters[i]
+        for i, slot, copy in zip(table.trainable, slots, wide, strict=True)
+    ]
+    targets = [copy if master is None else master for master, copy in zip(own, wide, strict=True)]
     layout = views[0].layout if views else None
     state = _wrapped(tx.init(table.trainable_tree(targets)), layout)
     return joined(
@@ -173,8 +170,9 @@ def commit(
     new_leaves = [take(leaf) for leaf in leaves]
     masters, opt_state = separated(tree.unflatten(structure, [take(leaf) for leaf in opt_leaves]))
     views = [_opt_view(table, i, new_leaves[i]) for i in table.trainable]
-    own = per_leaf(masters, [table.slots[i] for i in table.trainable])
-    targets = [view if master is None else master for master, view in zip(own, views, strict=True)]
+    slots = [table.slots[i] for i in table.trainable]
+    rows = zip(per_leaf(masters, slots), views, slots, strict=True)
+    targets = [widened(view, slot) if master is None else master for master, view, slot in rows]
     wrapped = [_gradient(target, grad) for target, grad in zip(targets, grads, strict=True)]
     raw = {id(g.local): s for g, s in zip(wrapped, verdict.squares, strict=True)}
     _, opt_state, applied = optim.apply(
@@ -185,7 +183,7 @@ def commit(
         _Info(mesh, raw, threads),
         threads=threads,
     )
-    write_back(own, views)
+    write_back(targets, views, slots, int(state.step))
     _gather_replicated(table, new_leaves, mesh)
     opt_state = joined(masters, _wrapped(opt_state, leaves[0].layout))
     return Updated(tuple(new_leaves), opt_state, applied)

@@ -176,10 +176,13 @@ def has_derivative(op: Any) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in keys)
 
 
-def gradients(loss: torch.Tensor, leaves: Sequence[torch.Tensor]) -> Sequence[Any]:
+def gradients(
+    loss: torch.Tensor, leaves: Sequence[torch.Tensor], scale: float = 1.0
+) -> Sequence[Any]:
     """`torch.autograd.grad`, which by itself would suspend an active function mode."""
+    start = torch.full_like(loss, scale)
     return _engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, tuple(leaves), True, accumulate_grad=False
+        (loss,), (start,), False, False, tuple(leaves), True, accumulate_grad=False
     )
 
 

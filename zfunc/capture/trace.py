@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,7 @@ def trace_loss(
     *,
     key: bool,
     has_aux: bool,
+    scaled: bool = False,
     derive: bool = True,
     lines: bool = False,
 ) -> Traced:
@@ -81,6 +82,7 @@ def trace_loss(
         batch: the batch's description.
         key: whether the loss takes a key.
         has_aux: whether it returns `(loss, aux)`.
+        scaled: whether the derivative starts from a scale, an input after those of the batch.
         derive: whether to trace the gradient as well.
         lines: whether to note the line of every node, which takes long.
 
@@ -104,36 +106,45 @@ def trace_loss(
         weights = () if weight is None else (weight,)
         return loss, weights + _split_aux(aux, box)
 
-    def with_vjp(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
+    def start_of(loss: Tensor, scale: Tensor | None) -> Tensor:
+        return torch.ones_like(loss) if scale is None else scale.to(loss.dtype)
+
+    def with_vjp(
+        diff: Sequence[Tensor], scale: Tensor | None, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
         made: Any = torch.func.vjp(lambda *diff: loss_of(diff, *rest), *diff, has_aux=True)
         loss, pull, extra = made
         box["num_forward"] = compat.num_nodes()
-        return (loss, *extra, *pull(torch.ones_like(loss)))
+        return (loss, *extra, *pull(start_of(loss, scale)))
 
-    def without_derivative(diff: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+    def without_derivative(diff: Any, _: Any, *rest: Any) -> tuple[Tensor | None, ...]:
         loss, extra = loss_of(diff, *rest)
         box["num_forward"] = compat.num_nodes()
         return (loss, *extra)
 
-    def with_autograd(diff: Sequence[Tensor], *rest: Any) -> tuple[Tensor | None, ...]:
+    def with_autograd(
+        diff: Sequence[Tensor], scale: Tensor | None, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
         copies = [tensor.detach().requires_grad_() for tensor in diff]
         with torch.enable_grad():
             loss, extra = loss_of(copies, *rest)
         box["num_forward"] = compat.num_nodes()
         grads: Sequence[Tensor | None] = [None] * len(copies)
         if loss.requires_grad:
-            grads = torch.autograd.grad(loss, copies, allow_unused=True)
+            start = start_of(loss, scale)
+            grads = torch.autograd.grad(loss, copies, start, allow_unused=True)
         return (loss.detach(), *(tensor.detach() for tensor in extra), *grads)
 
     def run(derive: Callable[..., Any], derivation: str) -> Traced:
-        def body(leaves: list[Any], inputs: Any, secret: Any) -> tuple[Tensor, ...]:
+        def body(leaves: list[Any], inputs: Any, scale: Any, secret: Any) -> tuple[Tensor, ...]:
             box.clear()
-            outs = derive([leaves[i] for i in trainable], leaves, inputs, secret)
+            outs = derive([leaves[i] for i in trainable], scale, leaves, inputs, secret)
             box["present"] = [out is not None for out in outs]
             return tuple(out for out in outs if out is not None)
 
         grads = 0 if derivation == "forward" else len(trainable)
-        return _trace(body, params, batch, key, box, grads, derivation, lines=lines)
+        extras = _Extras(scaled, key)
+        return _trace(body, params, batch, extras, box, grads, derivation, lines=lines)
 
     if not trainable or not derive:
         return run(without_derivative, "forward")
@@ -171,21 +182,29 @@ def trace_forward(
     """
     box: dict[str, Any] = {"present": []}
 
-    def body(leaves: list[Any], inputs: Any, _: Any) -> tuple[Tensor, ...]:
+    def body(leaves: list[Any], inputs: Any, *_: Any) -> tuple[Tensor, ...]:
         out = fn(tree.unflatten(params.structure, leaves), *inputs)
         tensors = _split_aux(out, box)
         box["num_forward"] = compat.num_nodes()
         return tensors
 
     with torch.no_grad():
-        return _trace(body, params, args, False, box, 0, "forward", pure=pure, lines=lines)
+        extras = _Extras(False, False)
+        return _trace(body, params, args, extras, box, 0, "forward", pure=pure, lines=lines)
+
+
+class _Extras(NamedTuple):
+    """Which inputs a function has besides its arguments."""
+
+    scale: bool
+    key: bool
 
 
 def _trace(
-    body: Callable[[list[Any], Any, Any], tuple[Tensor, ...]],
+    body: Callable[[list[Any], Any, Any, Any], tuple[Tensor, ...]],
     params: Argument,
     args: Argument,
-    key: bool,
+    extras: _Extras,
     box: dict[str, Any],
     num_grads: int,
     derivation: str,
@@ -202,12 +221,12 @@ def _trace(
             remaining = iter(tensors)
             leaves = [_fill(slot, remaining, current) for slot in params.slots]
             inputs = [_fill(slot, remaining, current) for slot in args.slots]
-            secret = next(remaining) if key else None
-            return body(leaves, tree.unflatten(args.structure, inputs), secret)
+            scale, secret = (next(remaining) if has else None for has in extras)
+            return body(leaves, tree.unflatten(args.structure, inputs), scale, secret)
 
     def record(on_draw: Draws | None) -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
         with compat.fake_mode():
-            fakes, slots = _placeholders(params, args, key)
+            fakes, slots = _placeholders(params, args, extras)
             return compat.to_graph(flat, fakes, on_draw=on_draw), slots
 
     def recorded_once() -> tuple[torch.fx.GraphModule, list[tuple[str, Any]]]:
@@ -234,7 +253,7 @@ def _trace(
 
 
 def _placeholders(
-    params: Argument, args: Argument, key: bool
+    params: Argument, args: Argument, extras: _Extras
 ) -> tuple[tuple[Tensor, ...], list[tuple[str, Any]]]:
     """Fake tensors for every slot, and what each of them is."""
     fakes: list[Tensor] = []
@@ -258,7 +277,10 @@ def _placeholders(
                 )
             )
             slots.append(("input", path))
-    if key:
+    if extras.scale:
+        fakes.append(torch.empty((), dtype=torch.float64))
+        slots.append(("input", "loss_scale"))
+    if extras.key:
         fakes.append(torch.empty(2, dtype=torch.int64))
         slots.append(("key", None))
     return tuple(fakes), slots

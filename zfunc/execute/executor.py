@@ -61,6 +61,7 @@ class Inputs:
     update: Callable[[list[Tensor | None], status.Verdict], None] | None = None
     call: Callable[[list[Tensor], int], tuple[list[Tensor], Any]] | None = None
     threads: int = 1
+    scale: float = 1.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -327,11 +328,12 @@ class Executor:
         return torch.default_generator
 
     def _report(self, frame: Frame, op: Status, total_weight: float) -> status.Report:
-        """Divides the gradients by the number of losses, or the total weight, and measures them."""
+        """Divides the gradients by the number of losses (or total weight) and the scale."""
         grads = [None if grad is None else frame.env[grad] for grad in op.grads]
         present = [grad for grad in grads if grad is not None]
-        if present and total_weight not in (0.0, 1.0):
-            torch._foreach_div_(present, total_weight)  # pyright: ignore
+        divisor = total_weight * frame.inputs.scale
+        if present and divisor not in (0.0, 1.0):
+            torch._foreach_div_(present, divisor)  # pyright: ignore
         loss = sum(float(frame.env[value]) for value in op.losses)
         own = status.report(loss, grads, frame.inputs.threads)
         empty = bool(op.weights) and total_weight == 0.0

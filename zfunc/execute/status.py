@@ -42,12 +42,15 @@ class Verdict:
         nonfinite: whether a loss or a gradient is not finite anywhere.
         loss: the sum of all ranks' losses.
         squares: per trainable leaf, the sum of squares of its whole gradient.
+        suspect: where something is not finite: the rank, and the trainable leaf, or None for its
+            loss.
     """
 
     failed_ranks: tuple[int, ...]
     nonfinite: bool
     loss: float
     squares: tuple[float, ...]
+    suspect: tuple[int, int | None] | None = None
 
 
 def report(loss: float, grads: Sequence[Tensor | None], threads: int) -> Report:
@@ -96,7 +99,20 @@ def agree(mesh: Mesh, own: Report, layouts: Sequence[Layout]) -> Verdict:
         any(row.nonfinite for row in rows),
         sum(row.loss for row in rows),
         tuple(squares),
+        _suspect(rows),
     )
+
+
+def _suspect(rows: Sequence[Report]) -> tuple[int, int | None] | None:
+    """The first rank whose loss is not finite, else the first leaf, and the rank of its piece."""
+    for rank, row in enumerate(rows):
+        if not math.isfinite(row.loss):
+            return rank, None
+    for leaf in range(len(rows[0].squares)):
+        for rank, row in enumerate(rows):
+            if not math.isfinite(row.squares[leaf]):
+                return rank, leaf
+    return None
 
 
 def contributes(mesh: Mesh, rank: int, axis: str | None) -> bool:
