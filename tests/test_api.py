@@ -47,6 +47,11 @@ ARGUMENTS = {
     "optim.clip_by_global_norm": "max_norm",
     "optim.adagrad": "learning_rate initial_accumulator_value eps",
     "optim.lamb": "learning_rate b1 b2 eps weight_decay mask *min_coeff *max_coeff",
+    "optim.adafactor": "learning_rate min_dim_size_to_factor decay_rate "
+    "multiply_by_parameter_scale clipping_threshold momentum "
+    "weight_decay_rate eps factored weight_decay_mask",
+    "optim.muon": "learning_rate ns_coeffs ns_steps beta eps weight_decay mask *nesterov *adjust "
+    "*ns_dtype *adam_learning_rate *adam_b1 *adam_b2 *adam_eps *adam_weight_decay",
     "optim.lion": "learning_rate b1 b2 weight_decay mask",
     "optim.ema": "decay debias accumulator_dtype",
     "optim.ema_params": "decay accumulator_dtype",

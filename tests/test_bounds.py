@@ -76,5 +76,5 @@ def failing_init(mesh: zfunc.Mesh) -> str:
 
 def test_an_init_that_fails_on_one_rank_is_an_error_on_every_rank() -> None:
     first, second = zfunc.local_mesh(2).run(failing_init)
-    assert first.startswith("RemoteRankError: init failed on rank 1: index 9")
+    assert first.startswith("RemoteRankError: init failed on rank 1: IndexError: index 9")
     assert second.startswith("IndexError: index 9")

@@ -256,6 +256,7 @@ ALL = [
     schedules.cosine_with_min(1.0, 3, 9, min_lr=0.25, num_cycles=1.5),
     schedules.warmup_ratio(1.0, 0.1, 20, "cosine"),
     schedules.one_cycle(1.0, 20, three_phase=True),
+    schedules.inverse_sqrt(0.25),
 ]
 
 

@@ -8,7 +8,7 @@ nowhere earlier, so that any fault before leaves it valid.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,25 @@ class _Info:
             return torch.tensor(squares, dtype=torch.float64)
         sums = ops.sum_squares([leaf.local for leaf in leaves], threads=self.threads)
         return sum_over_ranks(self.mesh, sums, [leaf.layout for leaf in leaves])
+
+    def whole(self, updates: Any) -> Iterator[Tensor]:
+        coming: tuple[Tensor, Any] | None = None
+        for leaf in [*tree.leaves(updates, is_leaf=is_sharded), None]:
+            ready, coming = coming, None if leaf is None else self._gather(leaf)
+            if ready is not None:
+                full, handle = ready
+                if handle is not None:
+                    handle.wait()
+                yield full
+
+    def _gather(self, leaf: Sharded) -> tuple[Tensor, Any]:
+        """A leaf's whole tensor, and what to wait for before it is read."""
+        axis = leaf.layout.axis
+        if axis is None or self.mesh.comm is None or self.mesh.axis_size(axis) == 1:
+            return leaf.local.view(leaf.layout.shape), None
+        full = leaf.local.new_empty(leaf.layout.numel)
+        handle = self.mesh.comm.gather(axis, [leaf.local], [full])
+        return full.view(leaf.layout.shape), handle
 
 
 def init_opt_state(

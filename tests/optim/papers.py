@@ -7,12 +7,13 @@ leaf. A complex leaf is a leaf of reals with one dim more.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Adagrad", "Lamb", "Lion", "trained"]
+__all__ = ["Adafactor", "Adagrad", "Lamb", "Lion", "Muon", "trained"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +85,61 @@ class Lamb:
         return _like(x - self.lr * ratio * direction, param)
 
 
+@dataclasses.dataclass(frozen=True)
+class Adafactor:
+    """Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5, with the sums R and C as means.
+
+    A complex number counts with its absolute value.
+    """
+
+    lr: Callable[[int], float]
+    least: int = 1
+    threshold: float = 1.0
+    decay: float = 0.0
+
+    def start(self, param: Tensor) -> dict[str, Any]:
+        return {"count": 0, "rows": 0.0, "columns": 0.0, "all": 0.0}
+
+    def apply(self, param: Tensor, grad: Tensor, memory: dict[str, Any], decays: bool) -> Tensor:
+        memory["count"] += 1
+        t = memory["count"]
+        beta = 1 - t**-0.8
+        squares = (grad * grad.conj()).real + 1e-30
+        if param.ndim == 2 and min(param.shape) >= self.least:
+            memory["rows"] = beta * memory["rows"] + (1 - beta) * squares.mean(1)
+            memory["columns"] = beta * memory["columns"] + (1 - beta) * squares.mean(0)
+            v = torch.outer(memory["rows"], memory["columns"]) / memory["rows"].mean()
+        else:
+            v = memory["all"] = beta * memory["all"] + (1 - beta) * squares
+        u = grad / v.sqrt()
+        u = u / max(1.0, _rms(u) / self.threshold)
+        u = max(1e-3, _rms(param)) * u + (self.decay if decays else 0.0) * param
+        return param - self.lr(t) * u
+
+
+@dataclasses.dataclass(frozen=True)
+class Muon:
+    """Jordan et al. 2024, "Muon", on matrices; the iteration on singular values, not matrices."""
+
+    lr: float
+    decay: float = 0.0
+
+    def start(self, param: Tensor) -> dict[str, Any]:
+        return {"count": 0, "m": torch.zeros_like(param)}
+
+    def apply(self, param: Tensor, grad: Tensor, memory: dict[str, Any], decays: bool) -> Tensor:
+        memory["count"] += 1
+        memory["m"] = 0.95 * memory["m"] + 0.05 * grad
+        ahead = 0.95 * memory["m"] + 0.05 * grad
+        u, s, v = torch.linalg.svd(ahead, full_matrices=False)
+        s = s / max(float((s**2).sum()) ** 0.5, 1e-7)
+        for _ in range(5):
+            s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+        scale = max(1.0, param.shape[0] / param.shape[1]) ** 0.5
+        direction = scale * u @ torch.diag(s) @ v
+        return param - self.lr * (direction + (self.decay if decays else 0.0) * param)
+
+
 def trained(rule: Any, params: dict[str, Tensor], steps: list[dict[str, Tensor]]) -> Any:
     """The leaves after all updates."""
     after = {}
@@ -93,6 +149,10 @@ def trained(rule: Any, params: dict[str, Tensor], steps: list[dict[str, Tensor]]
             leaf = rule.apply(leaf, grads[name], memory, True)
         after[name] = leaf
     return after
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.abs().square().mean()) ** 0.5
 
 
 def _real(x: Tensor) -> Tensor:

@@ -35,7 +35,16 @@ class Trained:
 @pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])
 def test_the_same_bits_as_the_transform(fused: bool):
     params, steps = make(torch.float32)
-    for make_tx in (optim.adamw, optim.sgd, optim.lion, optim.lamb, optim.adagrad, optim.ema):
+    kinds = (
+        optim.adamw,
+        optim.sgd,
+        optim.lion,
+        optim.lamb,
+        optim.adagrad,
+        optim.ema,
+        optim.adafactor,
+    )
+    for make_tx in kinds:
         for before in ((), (optim.clip_by_global_norm(1.0),)):
             injected = optim.chain(*before, INJECT(make_tx)(0.1))
             expected = ours(optim.chain(*before, make_tx(0.1)), params, steps, fused=fused)

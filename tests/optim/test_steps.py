@@ -14,23 +14,14 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 import zfunc
 from tests.harness import assert_equal, bits, gathered, ranks
-from tests.optim.papers import Adagrad, Lamb, Lion
+from tests.optim.papers import Adafactor, Adagrad, Lamb, Lion, Muon
 from tests.oracle import Adamw, Oracle, Sgd
+from tests.ranks import run_ranks
 from zfunc import optim, schedules, tree
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"shard": 3}, {"shard": 4}, {"replica": 2, "shard": 2}]
 SOME = [MESHES[0], MESHES[2], MESHES[4]]
 SPECS = {"zero1": zfunc.zero(1), "zero3": zfunc.zero(3)}
-RULES: dict[str, Any] = {
-    "lion": (optim.lion(0.05, weight_decay=0.1), Lion(0.05, decay=0.1)),
-    "adagrad": (optim.adagrad(0.1), Adagrad(0.1)),
-    "lamb": (optim.lamb(0.05, weight_decay=0.1), Lamb(0.05, decay=0.1)),
-    "lamb, bounded": (optim.lamb(0.05, max_coeff=0.25), Lamb(0.05, high=0.25)),
-    "injected lamb": (optim.inject_hyperparams(optim.lamb)(0.05), Lamb(0.05)),
-}
-
-TXS = [tx for tx, _ in RULES.values()]
-PAPERS = [rule for _, rule in RULES.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +35,30 @@ class ByLeaf:
 
     def apply(self, param: Tensor, grad: Tensor, memory: Any, decays: bool) -> Tensor:
         return self.rule_of(param).apply(param, grad, memory, decays)
+
+
+RULES: dict[str, Any] = {
+    "lion": (optim.lion(0.05, weight_decay=0.1), Lion(0.05, decay=0.1)),
+    "adagrad": (optim.adagrad(0.1), Adagrad(0.1)),
+    "lamb": (optim.lamb(0.05, weight_decay=0.1), Lamb(0.05, decay=0.1)),
+    "lamb, bounded": (optim.lamb(0.05, max_coeff=0.25), Lamb(0.05, high=0.25)),
+    "injected lamb": (optim.inject_hyperparams(optim.lamb)(0.05), Lamb(0.05)),
+    "adafactor": (
+        optim.adafactor(min_dim_size_to_factor=2, weight_decay_rate=0.1),
+        Adafactor(lambda t: min(0.01, t**-0.5), least=2, decay=0.1),
+    ),
+    "adafactor, in full": (
+        optim.adafactor(0.1, factored=False, clipping_threshold=0.5),
+        Adafactor(lambda t: 0.1, least=99, threshold=0.5),
+    ),
+    "muon": (
+        optim.muon(0.05, adam_b2=0.999, adam_weight_decay=0.1, ns_dtype=torch.float64),
+        ByLeaf(lambda x: Muon(0.05, 0.1) if x.ndim == 2 else Adamw(0.05, weight_decay=0.1)),
+    ),
+}
+
+TXS = [tx for tx, _ in RULES.values()]
+PAPERS = [rule for _, rule in RULES.values()]
 
 
 def params() -> Any:
@@ -100,6 +115,11 @@ def train_each(mesh: zfunc.Mesh, txs: list[Any], data: Any, options: Any) -> lis
     return [train(step, mesh, tx, data) for tx in txs]
 
 
+def train_apart(mesh: zfunc.Mesh, txs: list[Any], data: Any) -> list[Run]:
+    """As `train_each`, in a process of its own: what it returns is sent."""
+    return [dataclasses.replace(run, state=None) for run in train_each(mesh, txs, data, {})]
+
+
 def compare(runs: list[list[Run]], rules: list[Any], data: Any, axes: Any, **options: Any) -> None:
     """Holds every rank's runs against the oracle's."""
     for number, rule in enumerate(rules):
@@ -120,6 +140,13 @@ def test_sharded_steps_follow_the_papers(axes: Any, specs: str) -> None:
     data = [rows(math.prod(axes.values()), step) for step in range(3)]
     runs = ranks(axes, train_each, TXS, data, {"specs": SPECS[specs]})
     compare(runs, PAPERS, data, axes)
+
+
+def test_ranks_that_gather_matrices_over_a_network() -> None:
+    names = ["adafactor", "muon"]
+    data = [rows(3, step) for step in range(3)]
+    runs = run_ranks(3, train_apart, [RULES[name][0] for name in names], data)
+    compare(runs, [RULES[name][1] for name in names], data, {"shard": 3})
 
 
 @pytest.mark.parametrize("specs", SPECS)

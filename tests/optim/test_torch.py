@@ -95,6 +95,14 @@ CASES = {
         ),
         functools.partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.25, weight_decay=0.2),
     ),
+    "adafactor": (
+        optim.adafactor(min_dim_size_to_factor=1),
+        functools.partial(torch.optim.Adafactor, lr=0.01),
+    ),
+    "adafactor, own rates": (
+        optim.adafactor(0.1, 1, decay_rate=0.5, clipping_threshold=1.25),
+        functools.partial(torch.optim.Adafactor, lr=0.1, beta2_decay=-0.5, d=1.25),
+    ),
     "adamw": (optim.adamw(0.01), functools.partial(torch.optim.AdamW, lr=0.01)),
     "adamw, own rates": (
         optim.adamw(0.01, b1=0.7, b2=0.9, eps=1e-4, weight_decay=0.3),
@@ -109,6 +117,34 @@ def test_agrees_with_torch(case: str, fused: bool):
     tx, make_optimizer = CASES[case]
     params, steps = make()
     assert_close(ours(tx, params, steps, fused=fused), theirs(make_optimizer, params, steps))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5, 3), (4, 4), (1, 6)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_muon_agrees_with_torch_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype):
+    """Half of small integers: no sum of momentum rounds, so the iteration begins at the same."""
+    generator = torch.Generator().manual_seed(0)
+    params, *steps = (
+        {"w": torch.randint(-8, 9, shape, generator=generator).to(dtype)} for _ in range(4)
+    )
+    tx = optim.chain(optim.scale_by_muon(beta=0.5), optim.scale_by_learning_rate(0.25))
+    options = {"lr": 0.25, "momentum": 0.5, "weight_decay": 0.0}
+    expected = theirs(functools.partial(torch.optim.Muon, **options), params, steps)["w"]
+    got = ours(tx, params, steps, fused=True)["w"]
+    if shape[0] <= shape[1]:
+        assert torch.equal(got, expected)
+    else:  # the factor of the shape is no power of two: one rounding here, another one there
+        eps = torch.finfo(dtype).eps
+        assert (got - expected).abs().max() <= len(steps) * eps * expected.abs().max()
+
+
+def test_muon_adjusts_as_torch():
+    params, steps = make()
+    params, steps = {"w": params["matrix"]}, [{"w": grads["matrix"]} for grads in steps]
+    tx = optim.muon(0.25, weight_decay=0.5, adjust="match_rms_adamw", beta=0.0)
+    options = {"lr": 0.25, "weight_decay": 0.5, "momentum": 0.0}
+    make_torch = functools.partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw", **options)
+    assert_close(ours(tx, params, steps, fused=True), theirs(make_torch, params, steps))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["apply", "update"])

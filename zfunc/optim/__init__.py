@@ -11,9 +11,16 @@ from zfunc.optim.base import (
     learning_rate_of,
 )
 from zfunc.optim.combine import chain, identity, masked, partition
+from zfunc.optim.factored import (
+    adafactor,
+    clip_by_block_rms,
+    scale_by_factored_rms,
+    scale_by_param_block_rms,
+)
 from zfunc.optim.inject import inject_hyperparams, set_hyperparams
 from zfunc.optim.moments import scale_by_adam, trace
 from zfunc.optim.multi import multi_steps
+from zfunc.optim.muon import muon, scale_by_muon
 from zfunc.optim.running import scale_by_lion, scale_by_rss
 from zfunc.optim.transforms import (
     add_decayed_weights,
@@ -31,6 +38,7 @@ __all__ = [
     "LocalInfo",
     "Transform",
     "UpdateInfo",
+    "adafactor",
     "adagrad",
     "adam",
     "adamw",
@@ -38,6 +46,7 @@ __all__ = [
     "apply",
     "apply_updates",
     "chain",
+    "clip_by_block_rms",
     "clip_by_global_norm",
     "ema",
     "ema_params",
@@ -49,11 +58,15 @@ __all__ = [
     "lion",
     "masked",
     "multi_steps",
+    "muon",
     "partition",
     "scale",
     "scale_by_adam",
+    "scale_by_factored_rms",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_param_block_rms",
     "scale_by_rss",
     "scale_by_schedule",
     "scale_by_trust_ratio",

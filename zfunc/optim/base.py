@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -49,6 +50,20 @@ class UpdateInfo(Protocol):
 
         Returns:
             float64 [number of leaves], in canonical order.
+        """
+        ...
+
+    def whole(self, updates: Any) -> Iterator[Tensor]:
+        """Gathers one leaf after the other; the next one is on its way while one is used.
+
+        Every rank calls it and exhausts it. What it yields may share memory with the leaf and is
+        read only; it is of use until the next one is asked for.
+
+        Args:
+            updates: a tree like `params`.
+
+        Yields:
+            The whole leaf, in its shape, in canonical order.
         """
         ...
 
@@ -106,6 +121,10 @@ class LocalInfo:
         """Sums the squares of each leaf's tensor."""
         return ops.sum_squares(tree.leaves(updates), threads=self.threads)
 
+    def whole(self, updates: Any) -> Iterator[Tensor]:
+        """Yields each leaf."""
+        yield from tree.leaves(updates)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChangedInfo:
@@ -122,6 +141,10 @@ class ChangedInfo:
     def sum_squares(self, updates: Any) -> Tensor:
         """Sums the squares of each leaf as it is now."""
         return self.info.sum_squares(tree.map(Tensor.detach, updates))
+
+    def whole(self, updates: Any) -> Iterator[Tensor]:
+        """Gathers each leaf as it is now."""
+        return self.info.whole(updates)
 
 
 def global_norm(updates: Any, *, info: UpdateInfo) -> float:

@@ -25,6 +25,7 @@ __all__ = [
     "copy_",
     "count_up_",
     "new_count",
+    "put_piece_",
     "scale_",
     "scaled",
     "tensors_of",
@@ -88,6 +89,15 @@ def copy_(outs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copies each tensor into its `out`."""
     if outs:
         torch._foreach_copy_(list(outs), list(tensors))
+
+
+def put_piece_(leaf: Any, whole: Tensor) -> None:
+    """Writes this rank's piece of a whole leaf into the leaf, in the leaf's dtype."""
+    if not isinstance(leaf, Sharded):
+        leaf.copy_(whole)
+        return
+    start, stop = leaf.layout.range
+    leaf.local.copy_(whole.reshape(-1)[start:stop].view(leaf.local.shape))
 
 
 def new_count(*_: Any) -> Tensor:

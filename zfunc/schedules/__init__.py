@@ -9,6 +9,7 @@ before it begins.
 from zfunc.schedules.curves import Schedule, constant, cosine, join, linear, warmup_cosine, wsd
 from zfunc.schedules.recipes import (
     cosine_with_min,
+    inverse_sqrt,
     lr_range_test,
     one_cycle,
     warmup_linear,
@@ -20,6 +21,7 @@ __all__ = [
     "constant",
     "cosine",
     "cosine_with_min",
+    "inverse_sqrt",
     "join",
     "linear",
     "lr_range_test",

@@ -21,7 +21,14 @@ from zfunc.schedules.curves import (
     warmup_cosine,
 )
 
-__all__ = ["cosine_with_min", "lr_range_test", "one_cycle", "warmup_linear", "warmup_ratio"]
+__all__ = [
+    "cosine_with_min",
+    "inverse_sqrt",
+    "lr_range_test",
+    "one_cycle",
+    "warmup_linear",
+    "warmup_ratio",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -278,3 +285,27 @@ class lr_range_test:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name}={value!r} must be one of {list(choices)}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class inverse_sqrt:
+    """A fall by the root of the number of updates, from a highest value.
+
+        f(c) = min(max_value, scale / sqrt(c + 1))
+
+    Shazeer and Stern 2018, "Adafactor", section 9, where 0.01 and 1 are the two values.
+
+    Args:
+        max_value: the highest value.
+        scale: the value at count 0 if it is not the higher one.
+
+    Example:
+        >>> [inverse_sqrt(0.5)(count) for count in (0, 3, 15)]
+        [0.5, 0.5, 0.25]
+    """
+
+    max_value: float
+    scale: float = 1.0
+
+    def __call__(self, count: int | Tensor) -> float:
+        return min(float(self.max_value), self.scale / math.sqrt(int(count) + 1))
