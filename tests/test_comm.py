@@ -245,6 +245,51 @@ def test_sums_are_added_in_rank_order(run, world, dtype):
             assert same(outs[place], chain)
 
 
+WIDER = [
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float32),
+    (torch.float32, torch.float64),
+    (torch.bfloat16, torch.float64),
+    (torch.int32, torch.int64),
+]
+
+
+def sum_widened(mesh, seed):
+    """Two sizes in every pair of dtypes, and a large one in two of them, in one call."""
+    before = mesh.comm.stats()
+    comm = (adversary(mesh, seed) if seed is not None else mesh).comm
+    size, index = mesh.size, mesh.rank
+    pairs = [(3, *pair) for pair in WIDER] + [(38, *pair) for pair in reversed(WIDER)]
+    pairs += [(2 * size * LARGE + 5, *pair) for pair in WIDER[:2]]
+    fulls = [normal(mesh.rank, numel, narrow) for numel, narrow, _ in pairs]
+    rows = list(zip(fulls, pairs, strict=True))
+    shards = [torch.empty_like(cut(full, size, index), dtype=wide) for full, (*_, wide) in rows]
+    outs = [torch.empty_like(full, dtype=wide) for full, (*_, wide) in rows]
+    first = comm.reduce("shard", fulls, shards)
+    comm.all_reduce("shard", fulls, outs).wait()
+    first.wait()
+    after = mesh.comm.stats()
+    sent = after.messages - before.messages, after.payload_bytes - before.payload_bytes
+    return pairs, shards, outs, sent
+
+
+@both
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_in_wider_dtypes_do_not_depend_on_their_neighbours(run, world, seed):
+    results = run({"shard": world}, sum_widened, seed)
+    for rank, (pairs, shards, outs, _) in enumerate(results):
+        for (numel, narrow, wide), shard, out in zip(pairs, shards, outs, strict=True):
+            terms = [normal(other, numel, narrow).to(wide) for other in range(world)]
+            chain = functools.reduce(operator.add, terms)
+            assert same(shard, cut(chain, world, rank)), (numel, narrow, wide)
+            assert same(out, chain), (numel, narrow, wide)
+    if run is on_gloo:
+        virtual = on_local({"shard": world}, sum_widened, seed)
+        assert [row[-1] for row in virtual] == [row[-1] for row in results]
+
+
 def many_in_flight(mesh, order_seed, count):
     """Issues collectives of all kinds and sizes, and awaits them in an order of this rank's own."""
     size, index = mesh.size, mesh.rank

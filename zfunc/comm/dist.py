@@ -109,7 +109,7 @@ class DistComm:
         flight = self._open("reduce", group, fulls)
         with torch.no_grad():
             parts = [pieces(full, group.size) for full in fulls]
-            split = split_by_size(fulls, group.size)
+            split = split_by_size(fulls, group.size, shards)
             for index in split.direct:
                 _post_sum(flight, group, parts[index], shards[index])
             for indices in split.together:
@@ -133,7 +133,7 @@ class DistComm:
         check_same(tensors, outs)
         flight = self._open("all_reduce", group, tensors)
         with torch.no_grad():
-            split = split_by_size(tensors, 1)
+            split = split_by_size(tensors, 1, outs)
             summed = [pieces(outs[index], group.size) for index in split.direct]
             for index, parts in zip(split.direct, summed, strict=True):
                 _post_sum(flight, group, pieces(tensors[index], group.size), parts[group.index])

@@ -121,7 +121,7 @@ class LocalComm:
         check_pieces(fulls, shards, group.size, group.index, sums=True)
         parts = [pieces(full, group.size) for full in _copies(fulls)]
         sent = list(zip(*parts, strict=True)) if parts else [()] * group.size
-        split = split_by_size(fulls, group.size)
+        split = split_by_size(fulls, group.size, shards)
         self._count(count_messages(sent, split, itself=group.index))
 
         def finish(deposits: Sequence[Sequence[Sequence[Tensor]]]) -> None:
@@ -134,7 +134,7 @@ class LocalComm:
         """Sums each tensor over the axis, in rank order, on every rank alike."""
         group = self._groups[axis]
         check_same(tensors, outs)
-        self._count_all_reduce(group, tensors)
+        self._count_all_reduce(group, tensors, outs)
 
         def finish(deposits: Sequence[Sequence[Tensor]]) -> None:
             for index, out in enumerate(outs):
@@ -187,15 +187,17 @@ class LocalComm:
             payload_bytes=self._stats.payload_bytes + nbytes,
         )
 
-    def _count_all_reduce(self, group: AxisGroup, tensors: Sequence[Tensor]) -> None:
-        split = split_by_size(tensors, 1)
+    def _count_all_reduce(
+        self, group: AxisGroup, tensors: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> None:
+        split = split_by_size(tensors, 1, outs)
         whole = dataclasses.replace(split, direct=())
         self._count(count_messages([tensors] * group.size, whole, itself=group.index))
         for index in split.direct:
             alone = dataclasses.replace(split, direct=(0,), together=())
             parts = pieces(tensors[index], group.size)
-            own = [[parts[group.index]]] * group.size
-            for round_of in ([[part] for part in parts], own):
+            summed = [[pieces(outs[index], group.size)[group.index]]] * group.size
+            for round_of in ([[part] for part in parts], summed):
                 self._count(count_messages(round_of, alone, itself=group.index))
 
 

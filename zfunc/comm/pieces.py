@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,28 +55,33 @@ class Split:
 
     Attributes:
         direct: tensors whose pieces are messages of their own.
-        together: groups of one dtype that share a message.
+        together: groups of one dtype, and of one dtype of sums, that share a message.
     """
 
     direct: tuple[int, ...]
     together: tuple[tuple[int, ...], ...]
 
 
-def split_by_size(tensors: Sequence[Tensor], parts: int) -> Split:
+def split_by_size(
+    tensors: Sequence[Tensor], parts: int, outs: Sequence[Tensor] | None = None
+) -> Split:
     """Decides how the tensors of one call travel when each is cut into `parts` pieces.
+
+    Tensors that are summed into `outs` of several dtypes do not share a message: each group is
+    added in one dtype.
 
     Example:
         >>> split_by_size([torch.zeros(4), torch.zeros(1 << 20), torch.zeros(0)], 2)
         Split(direct=(1,), together=((0,),))
     """
     direct: list[int] = []
-    together: dict[torch.dtype, list[int]] = {}
-    for index, tensor in enumerate(tensors):
+    together: dict[Any, list[int]] = {}
+    for index, (tensor, out) in enumerate(zip(tensors, outs or tensors, strict=True)):
         numel = tensor.numel()
         if chunk_numel(numel, parts) * tensor.element_size() >= DIRECT_BYTES:
             direct.append(index)
         elif numel:
-            together.setdefault(tensor.dtype, []).append(index)
+            together.setdefault((tensor.dtype, out.dtype), []).append(index)
     return Split(tuple(direct), tuple(tuple(group) for group in together.values()))
 
 
