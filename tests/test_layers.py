@@ -19,7 +19,7 @@ PACKAGE = ROOT / "zfunc"
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
 errors  ops  tree
-scaling  hardware  settings  meshes  layout  sharded  random  schedules
+scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
 scope  comm  agree  program  rematerialise  optim
 capture  precision  collective  passes
 execute

@@ -5,7 +5,7 @@ gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a 
 `passes/` (how it is planned) and `execute/executor.py` (how it runs) first.
 """
 
-from zfunc import errors, optim, random, report, schedules, tree
+from zfunc import data, errors, optim, random, report, schedules, tree
 from zfunc.collective import gather, scatter
 from zfunc.comm import local_mesh, mesh
 from zfunc.errors import (
@@ -58,6 +58,7 @@ __all__ = [
     "Step",
     "TreeMismatchError",
     "abstract_mesh",
+    "data",
     "errors",
     "gather",
     "infer",

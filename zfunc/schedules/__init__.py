@@ -8,6 +8,7 @@ before it begins.
 
 from zfunc.schedules.curves import Schedule, constant, cosine, join, linear, warmup_cosine, wsd
 from zfunc.schedules.recipes import (
+    by_batch,
     cosine_with_min,
     inverse_sqrt,
     lr_range_test,
@@ -18,6 +19,7 @@ from zfunc.schedules.recipes import (
 
 __all__ = [
     "Schedule",
+    "by_batch",
     "constant",
     "cosine",
     "cosine_with_min",

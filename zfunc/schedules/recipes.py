@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from zfunc.schedules.curves import (
 )
 
 __all__ = [
+    "by_batch",
     "cosine_with_min",
     "inverse_sqrt",
     "lr_range_test",
@@ -309,3 +311,48 @@ class inverse_sqrt:
 
     def __call__(self, count: int | Tensor) -> float:
         return min(float(self.max_value), self.scale / math.sqrt(int(count) + 1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class by_batch:
+    """A rate in proportion to the batch that an update uses, or to its root.
+
+        f(c) = value(c) * sizes[c] / base_size              rule "linear"
+        f(c) = value(c) * sqrt(sizes[c] / base_size)        rule "sqrt"
+
+    Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 2.1; Malladi et al. 2022, "On the
+    SDEs and Scaling Rules for Adaptive Gradient Algorithms", for Adam and the root. The count is
+    that of applied updates: it runs behind the steps of a plan by those that were skipped. Where
+    that matters, set the rate of each step by `optim.set_hyperparams`.
+
+    Args:
+        value: the rate for a batch of `base_size`, a number or a schedule.
+        sizes: the size of each update's batch, as `data.Plan.samples()` or `.tokens()` tells.
+        base_size: the size for which `value` is meant.
+        rule: "linear" or "sqrt".
+
+    Raises:
+        ValueError: no sizes, a size or `base_size` that is not positive, an unknown rule.
+
+    Example:
+        >>> [by_batch(0.1, (8, 32), 8, "sqrt")(count) for count in (0, 1, 2)]
+        [0.1, 0.2, 0.2]
+    """
+
+    value: float | Schedule
+    sizes: Sequence[int]
+    base_size: int
+    rule: str = "linear"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        if not self.sizes or min(*self.sizes, self.base_size) <= 0:
+            raise ValueError("by_batch needs sizes, all of them and base_size above 0")
+        if self.rule not in ("linear", "sqrt"):
+            raise ValueError(f"rule={self.rule!r} must be 'linear' or 'sqrt'")
+
+    def __call__(self, count: int | Tensor) -> float:
+        count = int(count)
+        value = self.value(count) if callable(self.value) else self.value
+        ratio = self.sizes[min(count, len(self.sizes) - 1)] / self.base_size
+        return value * (math.sqrt(ratio) if self.rule == "sqrt" else ratio)
