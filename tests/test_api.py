@@ -10,8 +10,9 @@ import zfunc
 NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError
 LossScale Lowered Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError
-RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh data errors gather
-infer local_mesh mesh optim policies random remat report scatter schedules shard spmd tree zero
+RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh checkpoint data
+errors gather infer local_mesh mesh module optim policies random remat report scatter schedules
+shard spmd tree zero
 """
 
 ARGUMENTS = {
@@ -42,6 +43,8 @@ ARGUMENTS = {
     "Lowered.as_text": "*max_lines",
     "Lowered.memory_analysis": "",
     "Lowered.cost_analysis": "",
+    "module": "nn_module",
+    "checkpoint.load_safetensors": "path like *names *strict",
     "data.by_tokens": "lengths max_tokens *mesh *key *order *buckets *multiple_of *min_size "
     "*max_size *accum *drop_last *only",
     "optim.adamw": "learning_rate b1 b2 eps weight_decay mask",

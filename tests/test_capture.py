@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 import zfunc
 from tests.harness import assert_equal
@@ -67,10 +68,18 @@ def autograd_loss(p: Any, x: Tensor) -> Tensor:
     return torch.tanh(OldStyle.apply(x @ p["w"]) + p["b"]).square().mean()
 
 
+def asks_whether_it_is_traced(p: Any, x: Tensor) -> Tensor:
+    """As libraries do before they look at a value."""
+    h = x @ p["w"]
+    if not isinstance(h, FakeTensor) and bool((h == 0).all()):
+        return h.sum()
+    return (h + p["b"]).square().sum()
+
+
 @pytest.mark.parametrize(
     ("loss", "derivation"),
-    [(vjp_loss, "vjp"), (autograd_loss, "autograd")],
-    ids=["vjp", "autograd"],
+    [(vjp_loss, "vjp"), (autograd_loss, "autograd"), (asks_whether_it_is_traced, "autograd")],
+    ids=["vjp", "autograd", "asks"],
 )
 def test_both_derivations_give_the_bits_of_plain_torch(loss: Any, derivation: str) -> None:
     step, value, grads = run(loss)

@@ -20,12 +20,13 @@ PACKAGE = ROOT / "zfunc"
 LAYERS = """
 errors  ops  tree
 scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
+checkpoint
 scope  comm  agree  program  rematerialise  optim
 capture  precision  collective  passes
 execute
 state  params  masters  dynamic  programs  resolve  update  metrics
 training  explain  lowered  adopt  init
-spmd  step  inference
+spmd  step  inference  modules
 report
 __init__
 """

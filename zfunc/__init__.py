@@ -5,7 +5,7 @@ gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a 
 `passes/` (how it is planned) and `execute/executor.py` (how it runs) first.
 """
 
-from zfunc import data, errors, optim, random, report, schedules, tree
+from zfunc import checkpoint, data, errors, optim, random, report, schedules, tree
 from zfunc.collective import gather, scatter
 from zfunc.comm import local_mesh, mesh
 from zfunc.errors import (
@@ -23,6 +23,7 @@ from zfunc.hardware import Hardware
 from zfunc.layout import DEVICE, Flat, P, ShapeDtype, zero
 from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
+from zfunc.modules import module
 from zfunc.precision import Precision
 from zfunc.rematerialise import policies, remat
 from zfunc.scaling import LossScale
@@ -58,12 +59,14 @@ __all__ = [
     "Step",
     "TreeMismatchError",
     "abstract_mesh",
+    "checkpoint",
     "data",
     "errors",
     "gather",
     "infer",
     "local_mesh",
     "mesh",
+    "module",
     "optim",
     "policies",
     "random",

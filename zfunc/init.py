@@ -1,4 +1,4 @@
-"""Init: from a tree, or from a function that makes one, to this rank's pieces.
+"""Init: from a tree, or files, or a function that makes one, to this rank's pieces.
 
 A function is traced once and its ops are run in order; each leaf is cut and dropped as soon as
 nothing reads it any more. So the full model never exists on one rank, and a draw is what it would
@@ -19,6 +19,7 @@ from zfunc import tree
 from zfunc.agree import Proposal, agree, hash_of, spelled, telling_others
 from zfunc.capture import Argument, compat, to_program, trace_forward
 from zfunc.capture.slots import Input
+from zfunc.checkpoint import Stored, read, shapes_of
 from zfunc.errors import LayoutError, explain
 from zfunc.execute import Executor, Inputs
 from zfunc.layout import ShapeDtype
@@ -53,14 +54,16 @@ class Pieces:
 
 
 def cut_tree(params: Any, table: ParamTable, mesh: Mesh) -> Pieces:
-    """Cuts a tree that every rank holds whole."""
-    leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor)]
-    pairs = list(zip(leaves, table.slots, strict=True))
-    return Pieces(
-        [cut(leaf, slot, mesh) for leaf, slot in pairs],
-        [cut_master(leaf, slot, mesh) for leaf, slot in pairs],
-        [checksum(leaf) for leaf in leaves] if mesh.comm is not None else [],
-    )
+    """Cuts a tree that every rank holds whole, or reads leaf by leaf."""
+    leaves = [leaf for leaf in tree.leaves(params) if isinstance(leaf, Tensor | Stored)]
+    pieces = Pieces([], [], [])
+    for leaf, slot in zip(leaves, table.slots, strict=True):
+        full = read(leaf)
+        pieces.leaves.append(cut(full, slot, mesh))
+        pieces.masters.append(cut_master(full, slot, mesh))
+        if mesh.comm is not None:
+            pieces.sums.append(checksum(full))
+    return pieces
 
 
 def traced_init(init_fn: Callable[..., Any], key: Tensor | None) -> tuple[Program, Any]:
@@ -156,7 +159,7 @@ def init_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor | Non
         if callable(params_or_fn):
             program, like = traced_init(params_or_fn, init_key)
         else:
-            program, like = None, params_or_fn
+            program, like = None, shapes_of(params_or_fn)
             _check_whole(params_or_fn)
         options = training.options
         table = ParamTable.of(like, mesh, options.specs, options.trainable, options.precision)
@@ -198,7 +201,11 @@ def abstract_state(training: Training, params_or_fn: Any, tx: Any, key: Tensor |
     """The state that `init_state` would make, of `ShapeDtype` leaves."""
     mesh, options = training.mesh, training.options
     init_key, state_key = (None, None) if key is None else split(key)
-    like = traced_init(params_or_fn, init_key)[1] if callable(params_or_fn) else params_or_fn
+    like = (
+        traced_init(params_or_fn, init_key)[1]
+        if callable(params_or_fn)
+        else shapes_of(params_or_fn)
+    )
     table = ParamTable.of(like, mesh, options.specs, options.trainable, options.precision)
     with compat.fake_mode():
         leaves = [

@@ -134,8 +134,9 @@ class Step:
         Args:
             params_or_fn: a tree that every rank holds whole, of which each takes its own pieces
                 (checksums are compared), or a function that makes it: `init_fn(key)` if it takes a
-                parameter, else `init_fn()`. A function is run leaf by leaf: the full model
-                never exists on one rank.
+                parameter, else `init_fn()`. A function is run leaf by leaf, and what
+                `checkpoint.load_safetensors` returns is read so: the full model never exists on
+                one rank.
             tx: the optimizer.
             key: int64 [2]; split into the key of `init_fn` and `State.key`.
 

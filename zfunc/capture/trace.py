@@ -1,9 +1,10 @@
 """Trace: a function becomes one graph of torch operators, on fake tensors.
 
 The loss is traced together with its derivative: `make_fx` over `torch.func.vjp`, or, for the closed
-list of functions that functorch refuses, over `torch.autograd.grad` on copies of the leaves. The
-two graphs hold the same operators but for detach nodes. `torch.func` is traced, never run: run, it
-would keep a second-order graph alive and double the peak of memory.
+list of functions that functorch refuses, and for those that look at a value unless they see that
+they are traced, over `torch.autograd.grad` on copies of the leaves. The two graphs hold the same
+operators but for detach nodes. `torch.func` is traced, never run: run, it would keep a second-order
+graph alive and double the peak of memory.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ def trace_loss(
     try:
         return run(with_vjp, "vjp")
     except Exception as refusal:
-        if not compat.is_functorch_refusal(refusal):
+        # Libraries that ask whether they are traced see it in fake tensors, not in functorch's.
+        looks = isinstance(refusal.__cause__, compat.DATA_DEPENDENT)
+        if not (looks or compat.is_functorch_refusal(refusal)):
             raise
     return run(with_autograd, "autograd")
 
