@@ -11,7 +11,7 @@ NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError
 LossScale Lowered Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError
 RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh checkpoint data
-errors gather infer local_mesh mesh module optim policies random remat report scatter schedules
+errors gather infer local_mesh lora mesh module optim policies random remat report scatter schedules
 shard spmd tree zero
 """
 
@@ -44,6 +44,7 @@ ARGUMENTS = {
     "Lowered.memory_analysis": "",
     "Lowered.cost_analysis": "",
     "module": "nn_module",
+    "lora": "apply_fn params ranks *key *alpha *base *block",
     "checkpoint.load_safetensors": "path like *names *strict",
     "data.by_tokens": "lengths max_tokens *mesh *key *order *buckets *multiple_of *min_size "
     "*max_size *accum *drop_last *only",

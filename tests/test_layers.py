@@ -20,7 +20,7 @@ PACKAGE = ROOT / "zfunc"
 LAYERS = """
 errors  ops  tree
 scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
-checkpoint
+checkpoint  quantised  adapters
 scope  comm  agree  program  rematerialise  optim
 capture  precision  collective  passes
 execute

@@ -6,6 +6,7 @@ gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a 
 """
 
 from zfunc import checkpoint, data, errors, optim, random, report, schedules, tree
+from zfunc.adapters import lora
 from zfunc.collective import gather, scatter
 from zfunc.comm import local_mesh, mesh
 from zfunc.errors import (
@@ -65,6 +66,7 @@ __all__ = [
     "gather",
     "infer",
     "local_mesh",
+    "lora",
     "mesh",
     "module",
     "optim",
