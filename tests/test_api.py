@@ -11,8 +11,8 @@ NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError
 LossScale Lowered Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError
 RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh checkpoint data
-errors gather infer local_mesh lora mesh module optim policies random remat report scatter schedules
-shard spmd tree zero
+errors gather infer local_mesh lora mesh module name optim policies random remat report scatter
+schedules shard spmd tiled tree zero
 """
 
 ARGUMENTS = {
@@ -33,6 +33,10 @@ ARGUMENTS = {
     "gather": "tree dtype",
     "scatter": "tree mesh specs *reduce",
     "remat": "fn policy",
+    "name": "x label",
+    "policies.names": "names",
+    "policies.budget": "nbytes",
+    "tiled": "fn dim n *out",
     "Step.init": "params_or_fn tx *key",
     "Step.abstract": "params_or_fn tx *key",
     "Step.__call__": "state batch",

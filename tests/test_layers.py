@@ -18,10 +18,10 @@ PACKAGE = ROOT / "zfunc"
 
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
-errors  ops  tree
+errors  ops  tree  policy
 scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
 checkpoint  quantised  adapters
-scope  comm  agree  program  rematerialise  optim
+scope  comm  agree  program  rematerialise  tiling  optim
 capture  precision  collective  passes
 execute
 state  params  masters  dynamic  programs  resolve  update  metrics

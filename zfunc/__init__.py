@@ -26,13 +26,14 @@ from zfunc.lowered import Lowered
 from zfunc.meshes import Mesh, abstract_mesh
 from zfunc.modules import module
 from zfunc.precision import Precision
-from zfunc.rematerialise import policies, remat
+from zfunc.rematerialise import name, policies, remat
 from zfunc.scaling import LossScale
 from zfunc.settings import Capture, Prefetch
 from zfunc.sharded import Sharded
 from zfunc.spmd import Forward, infer, spmd
 from zfunc.state import State
 from zfunc.step import Step, shard
+from zfunc.tiling import tiled
 
 __all__ = [
     "DEVICE",
@@ -69,6 +70,7 @@ __all__ = [
     "lora",
     "mesh",
     "module",
+    "name",
     "optim",
     "policies",
     "random",
@@ -78,6 +80,7 @@ __all__ = [
     "schedules",
     "shard",
     "spmd",
+    "tiled",
     "tree",
     "zero",
 ]

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from zfunc.policy import Policy
+
 __all__ = ["Scope", "entered", "scope"]
 
 
@@ -22,25 +24,31 @@ class Scope:
 
     Attributes:
         fulls: id of the piece of a `Sharded` argument -> the tensor that stands for all of it.
-        annotate: tags everything traced inside with the name of a region; None where nothing is
-            traced and the function runs as it is.
-        regions: how many regions were entered so far.
+        annotate: tags everything traced inside with a region ("remat.3") or a name of a value
+            ("name.mlp"); None where nothing is traced and the function runs as it is.
+        policies: region -> what it keeps, of the regions entered so far.
     """
 
     fulls: dict[int, Tensor]
     annotate: Callable[[str], contextlib.AbstractContextManager[None]] | None
-    regions: int = 0
+    policies: dict[str, Policy] = dataclasses.field(default_factory=dict)
 
     @property
     def traced(self) -> bool:
         """Whether a graph is being made."""
         return self.annotate is not None
 
-    def region(self) -> contextlib.AbstractContextManager[None]:
+    def region(self, policy: Policy) -> contextlib.AbstractContextManager[None]:
         """A region of its own for one call of a rematerialised function."""
         assert self.annotate is not None
-        self.regions += 1
-        return self.annotate(str(self.regions))
+        region = str(len(self.policies) + 1)
+        self.policies[region] = policy
+        return self.annotate(f"remat.{region}")
+
+    def named(self, label: str) -> contextlib.AbstractContextManager[None]:
+        """Gives what is traced inside a name."""
+        assert self.annotate is not None
+        return self.annotate(f"name.{label}")
 
 
 _SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("zfunc_scope", default=None)

@@ -15,9 +15,9 @@ from zfunc.init import abstract_state, init_state
 from zfunc.layout import zero
 from zfunc.lowered import Lowered, lower
 from zfunc.meshes import Mesh
+from zfunc.policy import Policy
 from zfunc.precision import loss_scale_of, with_precision
 from zfunc.programs import Programs
-from zfunc.rematerialise import Nothing
 from zfunc.rematerialise import remat as rematerialised
 from zfunc.scaling import LossScale
 from zfunc.settings import Capture, Options, Prefetch
@@ -34,7 +34,7 @@ def shard(
     specs: Any = zero(3),  # noqa: B008
     trainable: Any = True,
     precision: Any = None,
-    remat: Nothing | None = None,
+    remat: Policy | None = None,
     prefetch: Prefetch = Prefetch(),  # noqa: B008
     accum: int = 1,
     has_aux: bool = False,
@@ -56,7 +56,8 @@ def shard(
         trainable: a prefix tree of bools; what is False has no gradient and no optimizer state.
         precision: the dtypes of leaves, computation, reduction, batch and output: a `Precision`,
             its name ("bf16"), or a prefix tree of those; None keeps every dtype.
-        remat: `policies.nothing` recomputes the whole loss in backward; None keeps what it needs.
+        remat: what to keep of the whole loss, one of `policies`; the rest is computed again in the
+            backward pass. None keeps all that it needs.
         prefetch: the byte budgets.
         accum: micro-batches per step; the batch is then a list of that many.
         has_aux: whether the loss returns `(loss, aux)`.

@@ -159,10 +159,10 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
-def check(loss: Callable[..., Any], params: Any, batch: Any) -> Program:
+def check(loss: Callable[..., Any], params: Any, batch: Any, **options: Any) -> Program:
     """Runs a loss before and after the pass and in plain torch: the same bits everywhere."""
     before = capture(loss, params, batch)
-    after = rematerialise(before)
+    after = rematerialise(before, **options)
     results, states = [], []
     for function in (
         lambda: run(before, params, batch),

@@ -42,6 +42,7 @@ __all__ = [
     "is_functorch_refusal",
     "is_hook_refusal",
     "is_leaf_write",
+    "names_of",
     "num_nodes",
     "regions_of",
     "to_graph",
@@ -58,7 +59,7 @@ _REFUSALS = (
     "attempting to call Tensor.requires_grad_()",
 )
 _COMPILED = "using FX to symbolically trace a dynamo-optimized function"
-_REGION = "zfunc.remat."
+_TAG = "zfunc."
 
 
 def is_functorch_refusal(error: BaseException) -> bool:
@@ -193,12 +194,22 @@ def num_nodes() -> int:
     return len(mode.tracer.graph.nodes)
 
 
-def annotate(region: str) -> contextlib.AbstractContextManager[None]:
-    """Tags the nodes traced inside with a remat region."""
-    return fx_traceback.annotate({_REGION + region: 1})
+def annotate(tag: str) -> contextlib.AbstractContextManager[None]:
+    """Tags the nodes traced inside, with "remat.REGION" or "name.NAME"."""
+    return fx_traceback.annotate({_TAG + tag: 1})
 
 
 def regions_of(node: torch.fx.Node) -> tuple[str, ...]:
     """The remat regions that a node was traced in, outermost first."""
+    return _tags(node, "remat.")
+
+
+def names_of(node: torch.fx.Node) -> tuple[str, ...]:
+    """The names that a node was traced to give."""
+    return _tags(node, "name.")
+
+
+def _tags(node: torch.fx.Node, kind: str) -> tuple[str, ...]:
     custom = node.meta.get("custom") or {}
-    return tuple(key.removeprefix(_REGION) for key in custom if key.startswith(_REGION))
+    prefix = _TAG + kind
+    return tuple(key.removeprefix(prefix) for key in custom if key.startswith(prefix))

@@ -76,6 +76,11 @@ class _Builder:
         self.ops.append(Compute(clone, (Ref(source),), layout, (out,), False, phase))
         return out
 
+    def label(self, value: int, labels: tuple[str, ...]) -> None:
+        """Gives a value further names."""
+        old = self.values[value]
+        self.values[value] = dataclasses.replace(old, labels=old.labels + labels)
+
     def value(self, fake: Any, name: str, role: str) -> int:
         """Adds a value for a fake tensor; the first to use a storage owns it."""
         if not isinstance(fake, torch.Tensor) or any(not isinstance(n, int) for n in fake.shape):
@@ -167,6 +172,7 @@ def to_program(traced: Traced, name: str) -> Program:
         {},
         build.constants,
         (micro,),
+        policies=traced.policies,
     )
 
 
@@ -237,6 +243,7 @@ def _add_call(build: _Builder, node: torch.fx.Node, phase: str) -> None:
         return
     if node.target in _ALIASES:
         build.ids[node] = build.ids[node.args[0]]  # pyright: ignore
+        build.label(build.ids[node], compat.names_of(node))
         return
     packed = isinstance(fake, tuple | list)
     outs = tuple(
@@ -272,7 +279,8 @@ def _op(
         source, axis, *rest = _plain(args)
         shape = tuple(rest[0]) if name.startswith("gather") else ()
         assert outs[0] is not None
-        return Collective(name.split(".")[0], axis, source.id, outs[0], shape)
+        regions = compat.regions_of(node)
+        return Collective(name.split(".")[0], axis, source.id, outs[0], shape, regions=regions)
     return Compute(
         node.target,  # pyright: ignore
         _plain(args),

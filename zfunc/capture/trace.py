@@ -22,6 +22,7 @@ from zfunc.capture import compat, refusals
 from zfunc.capture.generators import Draws, without_moving
 from zfunc.capture.outputs import split_loss
 from zfunc.capture.slots import ArgLeaf, Argument, Input, LeafSlot, Static
+from zfunc.policy import Policy
 from zfunc.scope import Scope, entered, scope
 from zfunc.sharded import Sharded
 
@@ -44,6 +45,7 @@ class Traced:
         statics: the leaves of what it returns besides, None where a tensor goes.
         derivation: "vjp", "autograd" or "forward".
         lines: the user's line of each node, by its number; empty unless asked for.
+        policies: remat region -> what it keeps.
     """
 
     graph: torch.fx.GraphModule | None
@@ -56,6 +58,7 @@ class Traced:
     statics: tuple[Any, ...]
     derivation: str
     lines: Mapping[int, str]
+    policies: Mapping[str, Policy]
 
 
 def lookup_full(leaf: Sharded) -> Tensor | None:
@@ -217,10 +220,12 @@ def _trace(
 ) -> Traced:
     """Runs `body` on fake tensors for every slot and records the graph."""
     found: dict[int, str] = {}
+    policies: dict[str, Policy] = {}
 
     def flat(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         noting = compat.Lines(found, refusals.line_of_stack) if lines else contextlib.nullcontext()
-        with entered(Scope({}, compat.annotate)) as current, noting:
+        policies.clear()
+        with entered(Scope({}, compat.annotate, policies)) as current, noting:
             remaining = iter(tensors)
             leaves = [_fill(slot, remaining, current) for slot in params.slots]
             inputs = [_fill(slot, remaining, current) for slot in args.slots]
@@ -252,6 +257,7 @@ def _trace(
         box["statics"],
         derivation,
         found,
+        policies,
     )
 
 

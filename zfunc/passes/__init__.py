@@ -50,10 +50,11 @@ def stages(
         The name of each pass and the program after it.
 
     Raises:
-        BudgetError: some op needs more than `live_bytes` by itself.
+        BudgetError: some op needs more than `live_bytes` by itself, or a `remat` region more than
+            its own budget.
     """
     sizes = dict(mesh.axes)
-    micros = [rematerialise(program) for program in captured]
+    micros = [rematerialise(program, mesh.hw, sizes) for program in captured]
     program = accumulate(
         micros,
         mesh,

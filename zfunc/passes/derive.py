@@ -17,9 +17,9 @@ import torch
 
 from zfunc.program.ir import Compute, Op, Program, map_refs, reads, writes
 
-__all__ = ["derive"]
+__all__ = ["SMALL", "derive"]
 
-_SMALL = 8
+SMALL = 8
 
 
 def derive(program: Program) -> Program:
@@ -127,7 +127,7 @@ class _Derivation:
         nbytes = sum(value.nbytes for value in made)
         if not any(self._is_recipe(value) for value in reads(op)):
             return nbytes <= read
-        return nbytes * _SMALL <= read
+        return nbytes * SMALL <= read
 
     def _is_recipe(self, value: int) -> bool:
         return value in self.derived or value in self.leaves

@@ -16,9 +16,12 @@ that read an earlier version is one that is kept.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from zfunc.errors import CaptureError, explain
+from zfunc.hardware import Hardware
+from zfunc.passes.keep import Prices, keep_by_policy
+from zfunc.passes.regions import BACKWARD, Group, Step
 from zfunc.program.ir import (
     Collective,
     Compute,
@@ -35,58 +38,19 @@ from zfunc.program.ir import (
 
 __all__ = ["check_random", "rematerialise"]
 
-_BACKWARD = -1
 
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """An op with what the pass knows of it.
-
-    Attributes:
-        op: the op.
-        level: 0 for forward code as captured, k for a copy made on level k, -1 for backward code.
-        origin: the place of the op, or of the op that it copies, in the captured program.
-        reads: values read.
-        writes: values made.
-        mutates: values written in place.
-    """
-
-    op: Op
-    level: int
-    origin: int
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    mutates: tuple[int, ...]
-
-    def region(self, level: int) -> str | None:
-        """The region that it belongs to on a level, if it is forward code of that level."""
-        if self.level != level or not isinstance(self.op, Compute) or len(self.op.regions) <= level:
-            return None
-        return self.op.regions[level]
-
-
-@dataclasses.dataclass(slots=True)
-class _Group:
-    """The values of one storage.
-
-    Attributes:
-        region: where the storage is made; None outside of all regions.
-        chain: places of the ops that make, view or write it.
-        last_write: place of the last op that writes it in place.
-        kept: whether it is read as it is instead of being computed again.
-    """
-
-    region: str | None = None
-    chain: list[int] = dataclasses.field(default_factory=list)
-    last_write: int = -1
-    kept: bool = False
-
-
-def rematerialise(program: Program) -> Program:
+def rematerialise(
+    program: Program,
+    hw: Hardware = Hardware(),  # noqa: B008
+    axes: Mapping[str, int] | None = None,
+) -> Program:
     """Recomputes in the backward pass what `remat` regions make in the forward pass.
 
     Args:
         program: as captured: compute ops and collectives of one micro-batch.
+        hw: the rates by which `policies.budget` tells what is cheap to compute again.
+        axes: the size of each axis of the mesh, which tells what is cheap to gather again; None
+            where nothing is gathered.
 
     Returns:
         A program with the same results, bit for bit. An op is computed again at most once per level
@@ -95,6 +59,7 @@ def rematerialise(program: Program) -> Program:
 
     Raises:
         CaptureError: the backward pass draws random numbers, see `check_random`.
+        BudgetError: a region must keep more than its `policies.budget`.
     """
     check_random(program)
     computes = [op for op in program.ops if isinstance(op, Compute)]
@@ -103,7 +68,10 @@ def rematerialise(program: Program) -> Program:
         return program
     values, steps, outputs = list(program.values), _steps(program), _outputs(program)
     for level in range(depth):
-        steps = _Level(level, steps, values, outputs).rewrite()
+        current = _Level(level, steps, values, outputs)
+        now = dataclasses.replace(program, values=tuple(values))
+        keep_by_policy(level, steps, current.groups, Prices(now, hw, axes or {}))
+        steps = current.rewrite()
     ops = _with_rng(_live(steps, values, outputs))
     return dataclasses.replace(program, values=tuple(values), ops=tuple(ops))
 
@@ -131,9 +99,9 @@ def check_random(program: Program) -> None:
             )
 
 
-def _steps(program: Program) -> list[_Step]:
+def _steps(program: Program) -> list[Step]:
     """The ops of a captured program; a collective belongs to the phase that it stands in."""
-    steps: list[_Step] = []
+    steps: list[Step] = []
     backward = False
     for place, op in enumerate(program.ops):
         if isinstance(op, Compute):
@@ -141,8 +109,8 @@ def _steps(program: Program) -> list[_Step]:
             backward = backward or late
         else:
             late = backward
-        level = _BACKWARD if late else 0
-        steps.append(_Step(op, level, place, reads(op), writes(op), mutates(op)))
+        level = BACKWARD if late else 0
+        steps.append(Step(op, level, place, reads(op), writes(op), mutates(op)))
     return steps
 
 
@@ -160,12 +128,12 @@ class _Level:
     """One level of nesting: copies for backward readers what the regions of that level make."""
 
     def __init__(
-        self, level: int, steps: Sequence[_Step], values: list[Value], outputs: Iterable[int]
+        self, level: int, steps: Sequence[Step], values: list[Value], outputs: Iterable[int]
     ):
         self.level = level
         self.steps = steps
         self.values = values
-        self.groups: dict[int, _Group] = {}
+        self.groups: dict[int, Group] = {}
         self.maker: dict[int, int] = {}
         self.copies: dict[int, int] = {}
         self.copied: set[int] = set()
@@ -173,13 +141,13 @@ class _Level:
         for place, step in enumerate(steps):
             self._keep(place, step)
         for value in outputs:
-            self._group(value).kept = True
+            self._group(value).kept = self._group(value).is_result = True
 
-    def rewrite(self) -> list[_Step]:
+    def rewrite(self) -> list[Step]:
         """The steps, with copies where backward code needs them."""
-        out: list[_Step] = []
+        out: list[Step] = []
         for step in self.steps:
-            if step.level == _BACKWARD:
+            if step.level == BACKWARD:
                 out.extend([self._copy(self.steps[place]) for place in self._needed(step.reads)])
                 step = self._renamed(step)
                 for value in step.writes:
@@ -193,10 +161,10 @@ class _Level:
         if old.owner != value:
             self.values[value] = dataclasses.replace(old, owner=self._rename(old.owner))
 
-    def _group(self, value: int) -> _Group:
+    def _group(self, value: int) -> Group:
         owner = self.values[value].owner
         if owner not in self.groups:
-            self.groups[owner] = _Group()
+            self.groups[owner] = Group()
         return self.groups[owner]
 
     def _recomputed(self, value: int) -> bool:
@@ -214,20 +182,23 @@ class _Level:
                 group = self._group(value)
                 group.chain.append(place)
                 if self.values[value].owner == value:
+                    group.home = step.home(self.level)
                     group.region = step.region(self.level)
             for value in step.mutates:
                 group = self._group(value)
                 group.chain.append(place)
                 group.last_write = place
 
-    def _keep(self, place: int, step: _Step) -> None:
+    def _keep(self, place: int, step: Step) -> None:
         """Marks the groups that must be kept because of one op."""
         made = {self.values[v].owner: self._group(v) for v in step.writes + step.mutates}
         here = step.region(self.level)
         for value in step.reads:
             group = self._group(value)
-            if step.level != _BACKWARD and group.region != here:
+            if step.level != BACKWARD and group.region != here:
                 group.kept = True
+            if step.level != BACKWARD and group.home != step.home(self.level):
+                group.is_result = True
             if group.last_write > place and set(made) != {self.values[value].owner}:
                 _keep_all(made.values())
         if any(len(made) > 1 or self._group(value).region != here for value in step.mutates):
@@ -252,7 +223,7 @@ class _Level:
                     stack.extend(self.steps[place].reads)
         return sorted(found)
 
-    def _copy(self, step: _Step) -> _Step:
+    def _copy(self, step: Step) -> Step:
         """The same op again, on copies."""
         assert isinstance(step.op, Compute)
         for value in step.writes:
@@ -268,7 +239,7 @@ class _Level:
     def _rename(self, value: int) -> int:
         return self.copies[value] if self._recomputed(value) else value
 
-    def _renamed(self, step: _Step) -> _Step:
+    def _renamed(self, step: Step) -> Step:
         """The same op reading copies."""
         if not any(self._recomputed(value) for value in step.reads):
             return step
@@ -280,7 +251,7 @@ class _Level:
         )
 
 
-def _keep_all(groups: Iterable[_Group]) -> None:
+def _keep_all(groups: Iterable[Group]) -> None:
     for group in groups:
         group.kept = True
 
@@ -294,7 +265,7 @@ def _reading(op: Op, rename: Callable[[int], int]) -> Op:
     return dataclasses.replace(op, args=args, kwargs=kwargs)
 
 
-def _live(steps: Sequence[_Step], values: Sequence[Value], outputs: Iterable[int]) -> list[_Step]:
+def _live(steps: Sequence[Step], values: Sequence[Value], outputs: Iterable[int]) -> list[Step]:
     """Drops ops whose results nobody reads any more.
 
     Collectives stay, because other ranks take part; random ops of the forward pass stay, because
@@ -302,7 +273,7 @@ def _live(steps: Sequence[_Step], values: Sequence[Value], outputs: Iterable[int
     """
     needed = set(outputs)
     owners = {values[value].owner for value in needed}
-    kept: list[_Step] = []
+    kept: list[Step] = []
     for step in reversed(steps):
         lasting = isinstance(step.op, Collective) or (step.level == 0 and draws(step.op))
         written = any(values[value].owner in owners for value in step.mutates)
@@ -313,7 +284,7 @@ def _live(steps: Sequence[_Step], values: Sequence[Value], outputs: Iterable[int
     return kept[::-1]
 
 
-def _with_rng(steps: Sequence[_Step]) -> list[Op]:
+def _with_rng(steps: Sequence[Step]) -> list[Op]:
     """The ops, with those that keep the generator's state and set it around random ops."""
     replayed = sorted({step.origin for step in steps if step.level > 0 and draws(step.op)})
     slots = {origin: slot for slot, origin in enumerate(replayed)}

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Sequence
 
 from zfunc.layout import ShapeDtype
+from zfunc.policy import Budget
 from zfunc.program.ir import (
     Collective,
     Compute,
@@ -45,7 +46,8 @@ def pattern(micros: Sequence[Program]) -> bytes:
     """Hashes what the passes read of captured micro-batches, so that equal ones plan alike.
 
     Shapes that depend on the batch are left out: variable lengths have one pattern. Those of
-    gradients and of values that depend on leaves alone count, as they do against budgets.
+    gradients and of values that depend on leaves alone count, as they do against budgets; and all
+    of them where a `policies.budget` chooses by them what to compute again.
 
     Args:
         micros: one captured program per micro-batch.
@@ -57,6 +59,10 @@ def pattern(micros: Sequence[Program]) -> bytes:
     lines: list[object] = []
     for micro in micros:
         counted = {leaf.full for leaf in micro.leaves} | set(micro.constants)
+        lines += [sorted(micro.policies.items()), [v.labels for v in micro.values]]
+        if any(isinstance(policy, Budget) for policy in micro.policies.values()):
+            lines += [spec_text(v.spec) for v in micro.values]
+            counted.update(range(len(micro.values)))
         for op in micro.ops:
             if all(value in counted for value in reads(op)):
                 counted.update(writes(op))

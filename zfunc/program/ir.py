@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zfunc.layout import Dtypes, LeafLayouts, ShapeDtype
+from zfunc.policy import Policy
 
 __all__ = [
     "Accumulate",
@@ -64,6 +65,7 @@ class Value:
         role: what the bytes are for: "input", "leaf" (virtual full), "copy" (gathered),
             "derived" (from leaves alone), "activation", "grad" (full), "shard" (reduced gradient),
             "constant".
+        labels: the names that the user gave it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Value:
     owner: int
     nbytes: int
     role: str
+    labels: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -220,6 +223,7 @@ class Collective:
         out: the value made.
         shape: for "gather" the shape of the whole result.
         micro: the micro-batch.
+        regions: the `remat` regions it was captured in, outermost first.
     """
 
     name: str
@@ -228,6 +232,7 @@ class Collective:
     out: int
     shape: tuple[int, ...]
     micro: int = 0
+    regions: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -309,6 +314,7 @@ class Program:
         constants: value -> the tensor that the function created from Python data.
         micros: inputs and outputs per micro-batch.
         limit_bytes: the budget of live bytes that `pack` settled on; None before it.
+        policies: `remat` region -> what it keeps; nothing if it is not there.
     """
 
     name: str
@@ -320,6 +326,7 @@ class Program:
     constants: Mapping[int, torch.Tensor]
     micros: tuple[Micro, ...]
     limit_bytes: int | None = None
+    policies: Mapping[str, Policy] = dataclasses.field(default_factory=dict)
 
 
 def refs(args: Any) -> Iterator[int]:
