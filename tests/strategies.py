@@ -123,7 +123,7 @@ class Recipe:
         h = batch["x"].sum(0)
         for name, i, j in self.steps:
             one, other = leaves[i % len(leaves)], leaves[j % len(leaves)]
-            h = INSTRUCTIONS[name](h, one, other, batch).clamp(-8, 8)
+            h = zfunc.name(INSTRUCTIONS[name](h, one, other, batch).clamp(-8, 8), name)
         loss: Any = (h * h).sum()
         if self.weighted:
             loss = loss, batch["weight"]
@@ -188,7 +188,7 @@ class Run:
         budget: 0 for the smallest feasible budget of live bytes, 1 for an ample one.
         bucket_bytes: the largest bucket.
         ahead_bytes: what may be gathered ahead.
-        remat: whether the whole loss is recomputed.
+        remat: what is kept of the whole loss; None where nothing is recomputed.
         donate: whether a step writes into its state.
     """
 
@@ -199,7 +199,7 @@ class Run:
     budget: float = 1.0
     bucket_bytes: int = 1 << 20
     ahead_bytes: int | None = None
-    remat: bool = False
+    remat: Any = None
     donate: bool = True
 
     @property
@@ -235,7 +235,7 @@ class Run:
         return {
             "specs": self.specs,
             "trainable": self.trainable_tree(params),
-            "remat": zfunc.policies.nothing if self.remat else None,
+            "remat": self.remat,
             "accum": len(self.rows),
             "donate": self.donate,
         }
@@ -245,6 +245,12 @@ def tensors_of(params: Any) -> list[Tensor]:
     """The tensor leaves of a tree, in canonical order."""
     return [x for x in tree.leaves(params) if isinstance(x, Tensor)]
 
+
+REMATS = [
+    *[None, zfunc.policies.nothing] * 2,
+    *[zfunc.policies.matmuls, zfunc.policies.names("add", "matmul", "views")],
+    *[zfunc.policies.budget(100), zfunc.policies.budget(1_000_000)],
+]
 
 AXES: list[dict[str, int]] = [
     *[{"shard": 2}] * 6,
@@ -281,7 +287,7 @@ def _runs(draw: Any) -> Run:
         budget=draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])),
         bucket_bytes=draw(st.sampled_from([0, 100, 1 << 20])),
         ahead_bytes=draw(st.sampled_from([None, 0, 150])),
-        remat=draw(st.booleans()),
+        remat=draw(st.sampled_from(REMATS)),
         donate=draw(st.booleans()),
     )
 

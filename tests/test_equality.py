@@ -135,8 +135,14 @@ def test_no_plan_changes_a_bit(plan: Any, reference: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"donate": False}, {"remat": zfunc.policies.nothing}, {"nonfinite": "ignore"}],
-    ids=["not donated", "remat", "ignore"],
+    [
+        {"donate": False},
+        {"remat": zfunc.policies.nothing},
+        {"remat": zfunc.policies.matmuls},
+        {"remat": zfunc.policies.budget(200)},
+        {"nonfinite": "ignore"},
+    ],
+    ids=["not donated", "remat", "matmuls", "budget", "ignore"],
 )
 def test_no_option_changes_a_bit(options: Any, reference: Any) -> None:
     for got, expected in zip(ranks(2, two_steps, None, options), reference, strict=True):

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "zfunc"
 
 # Lowest first; within a line, left to right. A package is one entry.
 LAYERS = """
-errors  ops  tree  policy
+errors  ops  tree  policy  replay
 scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
 checkpoint  quantised  adapters
 scope  comm  agree  program  rematerialise  tiling  optim

@@ -192,7 +192,7 @@ sometimes = st.sampled_from([False, False, True])
 MAIN = torch.tensor([[1.0, 0, -3, -1, -2], [-1, 3, 0, 1, 2], [-1, -3, -2, 2, -1]]).double()
 EVEN = torch.tensor([[1.0, 2, 2, 1, 1], [0, 0, 0, 3, -3], [3, -3, -2, 1, -1]]).double()
 FLAT = zfunc.Flat("shard")
-LOOSE = Run({"shard": 2}, FLAT, (3,), (), 0.0, 0, None, remat=False, donate=False)
+LOOSE = Run({"shard": 2}, FLAT, (3,), (), 0.0, 0, None, remat=None, donate=False)
 WHOLE_REST = {"params": {"main": FLAT, "rest": zfunc.P()}, "grads": FLAT, "opt": FLAT}
 
 
@@ -284,7 +284,7 @@ def without_remat_around_transforms(run: Run, chosen: Sequence[Recipe]) -> Run:
     """The dynamic rung refuses torch.func inside of a remat."""
     looks = any(recipe.has("looks at a value") for recipe in chosen)
     transforms = any(recipe.has("functional gradient") for recipe in chosen)
-    return dataclasses.replace(run, remat=run.remat and not (looks and transforms))
+    return dataclasses.replace(run, remat=None) if looks and transforms else run
 
 
 @examples(0.3)

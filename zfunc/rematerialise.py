@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zfunc.errors import explain
 from zfunc.policy import Budget, Matmuls, Names, Nothing, Policy
+from zfunc.replay import noting_and_replaying
 from zfunc.scope import scope
 
 __all__ = ["name", "policies", "remat"]
@@ -86,8 +87,9 @@ def remat(fn: Callable[P, R], policy: Policy = policies.nothing) -> Callable[P, 
     that what an inner call keeps is computed again where the outer one does not keep it. Random
     numbers repeat exactly; a collective is never repeated, its result is kept.
 
-    On the dynamic rung it is `torch.utils.checkpoint`, which keeps nothing whatever the policy: the
-    values are the same, and as few bytes are kept as can be. Elsewhere the function runs as it is.
+    On the dynamic rung it is `torch.utils.checkpoint`, which keeps nothing whatever the policy;
+    there numbers of Generators of the function's own, numpy and Python repeat too. Elsewhere the
+    function runs as it is.
 
     Args:
         fn: any function, of trees and with keyword arguments.
@@ -119,7 +121,8 @@ def remat(fn: Callable[P, R], policy: Policy = policies.nothing) -> Callable[P, 
         if current is None:
             return fn(*args, **kwargs)
         if not current.traced:
-            return checkpoint(fn, *args, use_reentrant=False, **kwargs)
+            replay = noting_and_replaying
+            return checkpoint(fn, *args, use_reentrant=False, context_fn=replay, **kwargs)
         with current.region(policy):
             return fn(*args, **kwargs)
 

@@ -88,6 +88,41 @@ def dropout_in_a_loss_that_is_recomputed(p: Any, b: Any) -> Tensor:
     return dropped(p, b)
 
 
+@case(mlp, seeded_rows, options={"remat": zfunc.policies.matmuls}, **BY_SEED)
+def dropout_where_products_are_kept(p: Any, b: Any) -> Tensor:
+    return dropped(p, b)
+
+
+@case(mlp, seeded_rows, options={"remat": zfunc.policies.budget(100)}, **BY_SEED)
+def dropout_under_a_budget(p: Any, b: Any) -> Tensor:
+    return dropped(p, b)
+
+
+def dense_tiles(p: Any, b: Any) -> Tensor:
+    """The last row draws first."""
+    torch.manual_seed(int(b["seed"]))
+    rows = [F.dropout(torch.relu(row @ p["a"] + p["b"]), 0.5) for row in reversed(b["x"].split(1))]
+    return (torch.cat(rows[::-1]) @ p["c"]).square().sum()
+
+
+@case(mlp, seeded_rows, **(BY_SEED | {"dense": dense_tiles}))
+def dropout_in_tiles(p: Any, b: Any) -> Tensor:
+    part = zfunc.tiled(lambda x: F.dropout(torch.relu(x @ p["a"] + p["b"]), 0.5), 0, 3)
+    return (part(b["x"]) @ p["c"]).square().sum()
+
+
+@case(
+    mlp,
+    seeded_rows,
+    rung=DYNAMIC,
+    options={"capture": "dynamic"},
+    **(BY_SEED | {"dense": dense_tiles}),
+)
+def dropout_in_tiles_on_the_dynamic_rung(p: Any, b: Any) -> Tensor:
+    part = zfunc.tiled(lambda x: F.dropout(torch.relu(x @ p["a"] + p["b"]), 0.5), 0, 3)
+    return (part(b["x"]) @ p["c"]).square().sum()
+
+
 @case(mlp, seeded_rows, rung=DYNAMIC, **BY_SEED)
 def dropout_under_torch_checkpoint(p: Any, b: Any) -> Tensor:
     def hidden(x: Tensor) -> Tensor:
@@ -125,6 +160,24 @@ def dropout_by_key_in_micro_batches(p: Any, b: Any, *, key: Tensor) -> Tensor:
 def dropout_by_key_under_remat(p: Any, b: Any, *, key: Tensor) -> Tensor:
     block = zfunc.remat(lambda x: torch.relu(x @ p["a"]) * bernoulli(key, 0.5, (3,)))
     return (block(b["x"]) @ p["c"]).square().sum()
+
+
+@case(mlp, seeded_rows, keys=_folded, worlds=(2,), options={"remat": zfunc.policies.names("mask")})
+def dropout_by_key_whose_mask_is_kept(p: Any, b: Any, *, key: Tensor) -> Tensor:
+    mask = zfunc.name(bernoulli(key, 0.5, (b["x"].shape[0], 3)), "mask")
+    return (torch.relu(b["x"] @ p["a"]) * mask @ p["c"]).square().sum()
+
+
+@case(mlp, seeded_rows, rung=DYNAMIC)
+def dropout_under_remat_by_a_generator_from_outside(p: Any, b: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+
+    @zfunc.remat
+    def block(x: Tensor) -> Tensor:
+        mask = torch.rand(x.shape[0], 3, generator=generator) > 0.5
+        return torch.relu(x @ p["a"] * mask)
+
+    return ((block(b["x"]) + block(b["x"])) @ p["c"]).square().sum()
 
 
 @case(mlp, seeded_rows, rung=DYNAMIC)
