@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import zfunc
+from tests.harness import assert_equal, gathered, integers, ranks
 from zfunc import optim
-from zfunc.rematerialise import policies, remat
+from zfunc.rematerialise import name, policies, remat
 from zfunc.scope import Scope, entered, scope
 
 
@@ -115,6 +116,8 @@ def test_scopes_nest() -> None:
 
 def test_policies_are_values() -> None:
     assert policies.nothing == type(policies.nothing)()
+    assert policies.names("a", "b") == policies.names("a", "b") != policies.names("b")
+    assert policies.budget(3) == policies.budget(3) != policies.budget(4)
     assert remat(affine, policies.nothing)(torch.ones(1))["y"].item() == 2.0
 
 
@@ -122,6 +125,109 @@ def test_policies_are_values() -> None:
 def test_an_unknown_policy_is_refused(policy: Any) -> None:
     with pytest.raises(ValueError, match=r"(?s)unknown policy.*policies\.nothing.*" + repr(policy)):
         remat(affine, policy)
+
+
+@pytest.mark.parametrize("make", [policies.names, lambda: policies.names("a", 3)])  # pyright: ignore
+def test_names_are_strings(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"policies\.names"):
+        make()
+
+
+@pytest.mark.parametrize("nbytes", [-1, 0.5, True, None])
+def test_a_budget_is_a_number_of_bytes(nbytes: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)policies\.budget.*bytes"):
+        policies.budget(nbytes)
+
+
+def test_a_name_outside_of_a_capture_is_the_tensor_itself() -> None:
+    x = torch.ones(2)
+    assert name(x, "x") is x
+    with pytest.raises(ValueError, match="a string"):
+        name(x, 3)  # pyright: ignore
+
+
+def named_block(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    hidden = name(torch.relu(h @ w), "hidden")
+    return (hidden * hidden @ w.t()).clamp(-9, 9)
+
+
+def train_under(mesh: zfunc.Mesh, policy: Any, capture: str) -> list[torch.Tensor]:
+    """Leaves after two steps on batches of another length on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    params = [integers(generator, (4, 6)) for _ in range(3)]
+
+    def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in params:
+            x = named_block(x, w) if policy is None else remat(named_block, policy)(x, w)
+        return x.square().sum()
+
+    step = zfunc.shard(loss, mesh, capture=capture)
+    state = step.init(params, optim.sgd(2.0**-8))
+    for number in range(2):
+        rows = integers(generator, (3 + 40 * mesh.rank + number, 4))
+        state, _ = step(state, rows)
+    return gathered(state.params)
+
+
+POLICIES = [
+    policies.nothing,
+    policies.matmuls,
+    policies.names("hidden"),
+    policies.budget(0),
+    policies.budget(400),
+    policies.budget(10**6),
+]
+
+
+@pytest.mark.parametrize("capture", ["traced", "dynamic"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_ranks_with_batches_of_their_own_train_as_without(policy: Any, capture: str) -> None:
+    plain = ranks(2, train_under, None, "traced")
+    for got, expected in zip(ranks(2, train_under, policy, capture), plain, strict=True):
+        assert_equal(got, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_policy_keeps_nothing_on_the_dynamic_rung(policy: Any) -> None:
+    calls: list[bool] = []
+
+    def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        calls.append(True)
+        return name(torch.relu(x @ w), "hidden").sin()
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return remat(block, policy)(x, w).sum()
+
+    step = zfunc.shard(loss, zfunc.mesh(), capture="dynamic")
+    state = step.init(torch.eye(2), optim.sgd(0.5))
+    step.value_and_grad(state.params, torch.ones(3, 2))
+    assert len(calls) == 2
+
+
+def test_a_budget_counts_the_result_of_a_collective() -> None:
+    start, numel = torch.arange(100.0), 100
+
+    def grads(mesh: zfunc.Mesh, nbytes: int | None) -> Any:
+        def block(h: torch.Tensor) -> torch.Tensor:
+            pieces = zfunc.scatter(h * 2, mesh, zfunc.Flat(), reduce="sum")
+            whole = zfunc.gather(pieces)
+            return (whole.sin() * h).sum()
+
+        def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return (block if nbytes is None else remat(block, policies.budget(nbytes)))(w * x)
+
+        step = zfunc.shard(loss, mesh)
+        state = step.init(start, optim.sgd(0.5))
+        return gathered(step.value_and_grad(state.params, torch.ones(()) + mesh.rank)[1])
+
+    with pytest.raises(zfunc.BudgetError) as refused:
+        ranks(2, grads, 0)
+    assert refused.value.needed_bytes == 4 * numel
+    assert "collective" in refused.value.op or "gather" in refused.value.op
+    for got, plain in zip(
+        ranks(2, grads, refused.value.needed_bytes), ranks(2, grads, None), strict=True
+    ):
+        assert_equal(got, plain)
 
 
 def test_torch_func_inside_is_refused_on_the_dynamic_rung_alone() -> None:
