@@ -5,6 +5,7 @@ op of a run performed op by op. The peak of the allocator is that of `value_and_
 from the profiler. Times are medians of alternating runs, as ratios to the first variant.
 
     python tests/bench/remat.py [--rounds 10] [--layers 8] [--sequences 4]
+        [--budget 30000000]
 """
 
 from __future__ import annotations
@@ -29,26 +30,42 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from eager import peak_bytes
 from gpt import GPT, batch, loss_of
 
+TILES = 8
+
 
 class Tiled(GPT):
-    """The GPT with every block under a policy, and its logits in tiles."""
+    """The GPT with every block under a policy, and its logits in tiles of tokens or vocabulary."""
 
-    def __init__(self, size: dict[str, int], policy: Any, tiles: int):
+    def __init__(self, size: dict[str, int], policy: Any, tiles: str):
         super().__init__(**size)
         self.wrap = (lambda block: block) if policy is None else lambda b: zfunc.remat(b, policy)
-        self.tiles = tiles
+        self.losses = {"": self.whole, "tokens": self.by_tokens, "vocab": self.by_vocabulary}[tiles]
 
     def forward(self, batch: Tensor) -> Tensor:
         x, y = batch[:, :-1], batch[:, 1:]
         h = self.emb(x) + self.pos.weight[: x.shape[1]]
         for block in self.blocks:
             h = self.wrap(block)(h)
+        return self.losses(self.norm(h).flatten(0, 1), y.flatten()) / y.numel()
 
-        def total(h: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(self.norm(h)), y, reduction="sum")
+    def whole(self, h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(h), y, reduction="sum")
 
-        part = zfunc.tiled(total, (0, 0), self.tiles, out="sum") if self.tiles > 1 else total
-        return part(h.flatten(0, 1), y.flatten()) / y.numel()
+    def by_tokens(self, h: Tensor, y: Tensor) -> Tensor:
+        return zfunc.tiled(self.whole, (0, 0), TILES, out="sum")(h, y)
+
+    def by_vocabulary(self, h: Tensor, y: Tensor) -> Tensor:
+        """Each tile sums its exponentials; gradients of the rows of the head need no addition."""
+
+        def part(h: Tensor, rows: Tensor, ids: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            logits = h @ rows.t()
+            mine = (ids[0] <= y) & (y <= ids[-1])
+            picked = logits.gather(-1, torch.where(mine, y - ids[0], 0)[:, None])[:, 0]
+            return logits.logsumexp(-1)[None], (picked * mine)[None]
+
+        tiles = zfunc.tiled(part, (None, 0, 0, None), TILES, out=0)
+        sums, picked = tiles(h, self.head.weight, torch.arange(len(self.head.weight)), y)
+        return (sums.logsumexp(0) - picked.sum(0)).sum()
 
 
 def activations(frame: Any, executor: Executor) -> dict[int, int]:
@@ -80,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--budget", type=int, default=30_000_000, help="bytes of the whole loss")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -87,14 +105,15 @@ def main() -> None:
     params = {name: leaf.detach() for name, leaf in GPT(**size).named_parameters()}
     tokens = batch(0, 0, sequences=options.sequences)
     mesh = zfunc.mesh()
-    variants: dict[str, tuple[Any, Any, int]] = {
-        "none": (None, None, 1),
-        "nothing per block": (policies.nothing, None, 1),
-        "matmuls per block": (policies.matmuls, None, 1),
-        "none, 8 tiles": (None, None, 8),
-        "nothing per block, 8 tiles": (policies.nothing, None, 8),
-        "budget 30 MB": (None, policies.budget(30_000_000), 1),
-        "budget 30 MB, 8 tiles": (None, policies.budget(30_000_000), 8),
+    nothing, budget = policies.nothing, policies.budget(options.budget)
+    variants: dict[str, tuple[Any, Any, str]] = {
+        "none": (None, None, ""),
+        "nothing per block": (nothing, None, ""),
+        "... logits by tokens": (nothing, None, "tokens"),
+        "... logits by vocabulary": (nothing, None, "vocab"),
+        "matmuls per block": (policies.matmuls, None, ""),
+        "budget": (None, budget, ""),
+        "... logits by vocabulary ": (None, budget, "vocab"),
     }
     runs: dict[str, Callable[[], Any]] = {}
     rows: dict[str, list[float]] = {}
