@@ -28,7 +28,7 @@ __all__ = ["Prices", "keep_by_policy"]
 _PER_SECOND = 1e12
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Prices:
     """What ops and gathers of a program cost.
 
@@ -46,13 +46,16 @@ class Prices:
         """Picoseconds that an op takes; whole, so that sums are the same in any order."""
         return round(_PER_SECOND * op_seconds(op, self.program, self.hw, self.axes))
 
-    def leaf(self, full: int) -> int:
-        """Picoseconds that gathering a leaf takes."""
+    @functools.cached_property
+    def leaves(self) -> Mapping[int, int]:
+        """The whole leaf -> picoseconds that its gather takes."""
+        found: dict[int, int] = {}
         for index, leaf in enumerate(self.program.leaves):
             axis = leaf.layouts.params.axis
-            if leaf.full == full and axis and axis in self.axes and not leaf.resident:
-                return self.op(Gather(axis, (index,), (full,), 0))
-        return 0
+            gathers = axis is not None and axis in self.axes and not leaf.resident
+            gather = Gather(axis or "", (index,), (leaf.full,), 0)
+            found[leaf.full] = self.op(gather) if gathers else 0
+        return found
 
 
 def keep_by_policy(
@@ -194,31 +197,43 @@ class _Region:
         return self.view.groups[self.owners[item]].chain
 
     def _problem(self) -> Problem:
-        sources, leaves = self.view.sources, self.view.prices.program.leaves
+        view, sources = self.view, self.view.sources
         units, unit_of = self._units()
+        read = [self._read(places) for places in units]
+        leaves = sorted({leaf for owners in read for o in owners for leaf in self._leaves(o)})
+        at = {leaf: len(self.owners) + number for number, leaf in enumerate(leaves)}
+        near = self._read_late()
         items: list[Item] = []
         for owner in self.owners:
-            kept, nbytes = self.view.groups[owner].kept, self.view.values[owner].nbytes
+            kept, nbytes = view.groups[owner].kept, view.values[owner].nbytes
             derived = owner in sources and not kept
             items.append(Item(None if derived else nbytes, None if kept else unit_of[owner]))
         items += [Item(None, len(units) + number) for number in range(len(leaves))]
-        at = {leaf.full: len(self.owners) + number for number, leaf in enumerate(leaves)}
-        numbers = {owner: {at[leaf] for leaf in read} for owner, read in sources.items()}
-        numbers |= {owner: {index} for owner, index in self.items.items()}
-        near = self._read_late()
-        found = [self._unit(places, numbers) for places in units]
-        found += [
-            Unit(0 if leaf.full in near else self.view.prices.leaf(leaf.full), ())
-            for leaf in leaves
+        found = [
+            Unit(
+                sum(view.prices.op(view.steps[place].op) for place in places),
+                tuple(sorted({n for owner in owners for n in self._numbers(owner, at)})),
+            )
+            for places, owners in zip(units, read, strict=True)
         ]
+        found += [Unit(0 if leaf in near else view.prices.leaves[leaf], ()) for leaf in leaves]
         return Problem(tuple(items), tuple(found), self._targets())
 
-    def _unit(self, places: Sequence[int], numbers: Mapping[int, set[int]]) -> Unit:
+    def _read(self, places: Sequence[int]) -> set[int]:
+        """The owners that a unit reads and does not make."""
         steps = [self.view.steps[place] for place in places]
         made = self.view.owners(value for step in steps for value in step.writes)
-        read = self.view.owners(value for step in steps for value in step.reads) - made
-        cost = sum(self.view.prices.op(step.op) for step in steps)
-        return Unit(cost, tuple(sorted({n for owner in read for n in numbers.get(owner, ())})))
+        return self.view.owners(value for step in steps for value in step.reads) - made
+
+    def _leaves(self, owner: int) -> Iterable[int]:
+        """The leaves that are gathered so that a value from elsewhere is there."""
+        return () if owner in self.items else self.view.sources.get(owner, ())
+
+    def _numbers(self, owner: int, at: Mapping[int, int]) -> list[int]:
+        """The items that must be there so that a value is."""
+        if owner in self.items:
+            return [self.items[owner]]
+        return [at[leaf] for leaf in self._leaves(owner)]
 
     def _units(self) -> tuple[list[list[int]], dict[int, int]]:
         """The places of each unit's ops, and the unit of each owner that can be made again."""
