@@ -249,7 +249,7 @@ def tensors_of(params: Any) -> list[Tensor]:
 REMATS = [
     *[None, zfunc.policies.nothing] * 2,
     *[zfunc.policies.matmuls, zfunc.policies.names("add", "matmul", "views")],
-    *[zfunc.policies.budget(100), zfunc.policies.budget(1_000_000)],
+    *[zfunc.policies.budget(40), zfunc.policies.budget(1_000_000)],
 ]
 
 AXES: list[dict[str, int]] = [
