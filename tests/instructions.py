@@ -143,6 +143,12 @@ def _nested_remat(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
     return outer(h)
 
 
+def _tiled(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
+    rows = zfunc.tiled(lambda w, h: torch.relu(w @ h), (0, None), 3)
+    columns = zfunc.tiled(lambda w, h: w @ h, (1, 0), 3, out="sum")
+    return columns(square(b), bounded(rows(square(a), h))) + padded(a)
+
+
 def _checkpointed(h: Tensor, a: Tensor, b: Tensor, _: Any) -> Tensor:
     def block(h: Tensor, w: Tensor) -> Tensor:
         return torch.relu(w @ h) + padded(b)
@@ -214,6 +220,7 @@ INSTRUCTIONS: Mapping[str, Callable[[Tensor, Tensor, Tensor, Any], Tensor]] = {
     "by step": _by_step,
     "remat": _remat,
     "nested remat": _nested_remat,
+    "tiled": _tiled,
     "checkpointed": _checkpointed,
     "gradient inside": _gradient_inside,
     "functional gradient": _functional_gradient,

@@ -57,13 +57,7 @@ def blocks_under(policy: Policy, block: Callable[..., Tensor], derivation: str =
     return loss
 
 
-POLICIES = [
-    policies.matmuls,
-    policies.names("hidden", "other"),
-    policies.budget(1),
-    policies.budget(2000),
-    policies.budget(10**9),
-]
+POLICIES = [policies.matmuls, policies.budget(1), policies.budget(2000), policies.budget(10**9)]
 
 
 @pytest.mark.parametrize("derivation", ["vjp", "autograd"])
@@ -156,7 +150,7 @@ OPS: dict[str, Callable[..., Tensor]] = {
     st.lists(
         st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 5), st.integers(0, 5)),
         min_size=1,
-        max_size=4,
+        max_size=3,
     )
 )
 def test_a_budget_is_spent_no_worse_than_by_the_best_set_of_names(plan: Any) -> None:
@@ -191,7 +185,7 @@ def test_the_sweep_ends_at_no_recomputation_and_the_peak_follows() -> None:
         return rematerialise(capture(remat(whole, policy) if policy else whole, params, batch))
 
     plain, most = peak_bytes(program(None)), kept_bytes(program(policies.budget(10**9)))
-    limits = [most * part // 32 for part in (0, 1, 2, 4, 8, 16, 31, 32)]
+    limits = [most * part // 32 for part in (0, 2, 8, 31, 32)]
     sweep = [program(policies.budget(limit)) for limit in limits]
     costs = [seconds(one) for one in sweep]
     assert costs == sorted(costs, reverse=True)
