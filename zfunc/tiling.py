@@ -43,6 +43,10 @@ def tiled(
         y = tiled(F.linear, (None, 0), 4, out=-1)(x, weight)
         y = tiled(F.linear, (-1, 1), 4, out="sum")(x, weight)
 
+    The gradient of a weight that every chunk reads whole is a sum: while a chunk's is added, three
+    tensors of the weight's size are alive. Where that is more than the intermediate values, split
+    the weight instead, as `tests/bench/remat.py` does with a vocabulary.
+
     Chunks run from the last to the first, so that the backward pass, which goes the other way, adds
     gradients of weights from the first to the last. Random numbers of torch's generator are drawn
     in that order; a key that is not split draws the same numbers in every chunk.
