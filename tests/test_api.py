@@ -10,8 +10,8 @@ import zfunc
 NAMES = """
 BudgetError Capture CaptureError DEVICE DonatedStateError Flat Forward Hardware LayoutError
 LossScale Lowered Mesh NonFiniteError P Precision Prefetch ProgramMismatchError RankLostError
-RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh checkpoint data
-errors gather infer local_mesh lora mesh module name optim policies random remat report scatter
+RemoteRankError ShapeDtype Sharded State Step TreeMismatchError abstract_mesh checkpoint compress
+data errors gather infer local_mesh lora mesh module name optim policies random remat report scatter
 schedules shard spmd tiled tree zero
 """
 
@@ -48,6 +48,8 @@ ARGUMENTS = {
     "Lowered.memory_analysis": "",
     "Lowered.cost_analysis": "",
     "module": "nn_module",
+    "compress.transform": "params rules *keep *scores",
+    "compress.pack": "params rules *keep *scores",
     "lora": "apply_fn params ranks *key *alpha *base *block",
     "checkpoint.load_safetensors": "path like *names *strict",
     "data.by_tokens": "lengths max_tokens *mesh *key *order *buckets *multiple_of *min_size "

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "zfunc"
 LAYERS = """
 errors  ops  tree  policy  replay
 scaling  hardware  settings  meshes  layout  sharded  random  schedules  data
-checkpoint  quantised  adapters
+checkpoint  quantised  adapters  compress
 scope  comm  agree  program  rematerialise  tiling  optim
 capture  precision  collective  passes
 execute

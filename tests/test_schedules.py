@@ -257,6 +257,7 @@ ALL = [
     schedules.warmup_ratio(1.0, 0.1, 20, "cosine"),
     schedules.one_cycle(1.0, 20, three_phase=True),
     schedules.inverse_sqrt(0.25),
+    schedules.polynomial(1.0, 0.25, 3, 7, 2),
     schedules.by_batch(0.5, [4, 8, 2], 8, "sqrt"),
 ]
 

@@ -5,7 +5,7 @@ gradients and optimizer state are sharded pytrees. Read `program/ir.py` (what a 
 `passes/` (how it is planned) and `execute/executor.py` (how it runs) first.
 """
 
-from zfunc import checkpoint, data, errors, optim, random, report, schedules, tree
+from zfunc import checkpoint, compress, data, errors, optim, random, report, schedules, tree
 from zfunc.adapters import lora
 from zfunc.collective import gather, scatter
 from zfunc.comm import local_mesh, mesh
@@ -62,6 +62,7 @@ __all__ = [
     "TreeMismatchError",
     "abstract_mesh",
     "checkpoint",
+    "compress",
     "data",
     "errors",
     "gather",

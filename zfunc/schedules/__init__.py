@@ -6,7 +6,16 @@ count will do as well. Beyond its end a schedule keeps its last value; a part of
 before it begins.
 """
 
-from zfunc.schedules.curves import Schedule, constant, cosine, join, linear, warmup_cosine, wsd
+from zfunc.schedules.curves import (
+    Schedule,
+    constant,
+    cosine,
+    join,
+    linear,
+    polynomial,
+    warmup_cosine,
+    wsd,
+)
 from zfunc.schedules.recipes import (
     by_batch,
     cosine_with_min,
@@ -28,6 +37,7 @@ __all__ = [
     "linear",
     "lr_range_test",
     "one_cycle",
+    "polynomial",
     "warmup_cosine",
     "warmup_linear",
     "warmup_ratio",

@@ -18,6 +18,7 @@ __all__ = [
     "half_cosine",
     "join",
     "linear",
+    "polynomial",
     "warmup_cosine",
     "wsd",
 ]
@@ -74,6 +75,44 @@ class linear:
     def __call__(self, count: int | Tensor) -> float:
         done = fraction(int(count) - self.transition_begin, self.transition_steps)
         return (1 - done) * self.init_value + done * self.end_value
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class polynomial:
+    """From one value to another along a power.
+
+        f(c) = end + (init - end) * (1 - t)**power,    t = clip((c - begin) / steps, 0, 1)
+
+    With power 3 and the part of weights that is kept it is the course of Zhu and Gupta 2017, "To
+    prune, or not to prune", section 3.
+
+    Args:
+        init_value: the value up to count `transition_begin`.
+        end_value: the value from count `transition_begin + transition_steps` on.
+        power: of the distance that is left.
+        transition_steps: the updates that the transition takes.
+        transition_begin: the count at which it begins.
+
+    Raises:
+        ValueError: a negative number of steps.
+
+    Example:
+        >>> [polynomial(1.0, 0.0, 2, 4)(count) for count in range(6)]
+        [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    """
+
+    init_value: float
+    end_value: float
+    power: float
+    transition_steps: int
+    transition_begin: int = 0
+
+    def __post_init__(self) -> None:
+        check_steps(transition_steps=self.transition_steps, transition_begin=self.transition_begin)
+
+    def __call__(self, count: int | Tensor) -> float:
+        done = fraction(int(count) - self.transition_begin, self.transition_steps)
+        return self.end_value + (self.init_value - self.end_value) * (1 - done) ** self.power
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
