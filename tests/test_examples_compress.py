@@ -23,7 +23,14 @@ def example() -> Any:
     return module
 
 
-def test_accuracy_in_few_bytes(example: Any) -> None:
+def some(example: Any, *names: str) -> dict[str, Any]:
+    return {name: example.WAYS[name] for name in names}
+
+
+def test_accuracy_in_few_bytes(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        example, "WAYS", some(example, "whole", "8 bits", "4 bits", "a tenth, by magnitude")
+    )
     args = example.parse(["--steps", "60", "--width", "64"])
     first, second = zfunc.local_mesh(2).run(lambda mesh: example.train(args, mesh))
     assert first == second
@@ -42,6 +49,8 @@ def test_prints_and_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = ["--steps", "2", "--width", "16", "--out", str(tmp_path)]
+    chosen = some(example, "a tenth, by movement", "a quarter of the units", "a tenth, 4 bits")
+    monkeypatch.setattr(example, "WAYS", chosen)
     monkeypatch.setattr(sys, "argv", ["compress_digits.py", *options])
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     example.main()
