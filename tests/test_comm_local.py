@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zfunc.comm import local_mesh
+from zfunc.comm import baton, local_mesh
 from zfunc.errors import LayoutError, ProgramMismatchError, RankLostError, RemoteRankError
 
 
@@ -416,3 +416,26 @@ def test_an_interrupt_of_the_caller_ends_the_run():
     finally:
         signal.signal(signal.SIGINT, before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
+
+
+def test_an_interrupt_after_the_last_rank_has_ended(monkeypatch):
+    """The signal was there before, and is seen when the caller's wait returns."""
+
+    class Late:
+        def acquire(self, timeout=-1):
+            ended.wait()
+            raise KeyboardInterrupt
+
+        def release(self):
+            ended.set()
+
+    ended = threading.Event()
+    first = baton.Baton.__init__
+
+    def begin(self, *args):
+        first(self, *args)
+        self._over = Late()
+
+    monkeypatch.setattr(baton.Baton, "__init__", begin)
+    with pytest.raises(KeyboardInterrupt):
+        local_mesh(2).run(lambda mesh: mesh.comm.exchange(b""))

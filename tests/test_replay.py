@@ -39,6 +39,23 @@ def test_the_second_call_repeats_the_first_and_leaves_no_trace(source: str) -> N
     assert len({*numbers, between, after}) == 4
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_it_repeats_as_often_as_it_is_asked_to(source: str) -> None:
+    """Gradients of gradients compute a block again twice, and within itself."""
+    draw = SOURCES[source]
+    first, second = noting_and_replaying()
+    with first:
+        numbers = [draw(), draw()]
+    between = draw()
+    for _ in range(2):
+        with second:
+            assert draw() == numbers[0]
+            with second:
+                assert [draw(), draw()] == numbers
+            assert draw() == numbers[1]
+    assert draw() not in (*numbers, between)
+
+
 def test_a_generator_made_inside_is_made_again() -> None:
     def draw() -> float:
         return torch.rand((), generator=torch.Generator().manual_seed(3)).item()

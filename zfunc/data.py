@@ -166,19 +166,22 @@ def by_tokens(
     if max_size is not None:
         _check_least(max(min_size, 1), max_size=max_size)
     own = sizes[chosen]
-    if len(own) and own.min() < 1:
+    order_of = _places(own, key, order)
+    if not len(own):
+        return Plan((), mesh.rank, ())
+    if own.min() < 1:
         raise ValueError(f"sample {chosen[own.argmin()]} has {own.min()} tokens: leave it out")
     if isinstance(buckets, int):
         lasts = padded_lengths(own, buckets, multiple_of=multiple_of)
     else:
         lasts = sorted(set(buckets))
-    if len(own) and own.max() > max(lasts, default=0):
+    if own.max() > max(lasts, default=0):
         raise ValueError(
             f"sample {chosen[own.argmax()]} has {own.max()} tokens, the longest bucket "
             f"{max(lasts, default=0)}: give a longer one, or leave such samples out by `only`"
         )
     packer = _Packer(sizes, lasts, max_tokens, mesh.size, accum, min_size, max_size)
-    for index in chosen[_places(own, key, order)].tolist():
+    for index in chosen[order_of].tolist():
         packer.add(index)
     packer.finish(drop_last)
     return Plan(tuple(packer.rounds), mesh.rank, tuple(packer.dropped))
@@ -217,7 +220,7 @@ class _Packer:
         self._world, self._accum = world, accum
         self._least, self._most = min_size, max_size
         self._open: list[list[int]] = [[] for _ in lasts]
-        if not callable(max_tokens) and lasts and not self._rows(len(lasts) - 1):
+        if not callable(max_tokens) and not self._rows(len(lasts) - 1):
             self._refuse(lasts[-1])
 
     def add(self, index: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -39,7 +39,7 @@ def noting_and_replaying() -> tuple[
         (True, False)
     """
     noted: dict[Any, Restore] = {}
-    return _Noting(noted), _replaying(noted)
+    return _Noting(noted), _Replaying(noted)
 
 
 class _Noting(TorchFunctionMode):
@@ -61,15 +61,24 @@ class _Noting(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def _replaying(noted: dict[Any, Restore]) -> Iterator[None]:
-    after = [_restore(source) for source in noted]
-    try:
-        for restore in noted.values():
+class _Replaying:
+    """Brings every generator back for as long as it is entered.
+
+    A block is computed again as often as gradients are taken through it, and within itself where
+    blocks nest.
+    """
+
+    def __init__(self, noted: dict[Any, Restore]):
+        self._noted = noted
+        self._after: list[list[Restore]] = []
+
+    def __enter__(self) -> None:
+        self._after.append([_restore(source) for source in self._noted])
+        for restore in self._noted.values():
             restore()
-        yield
-    finally:
-        for restore in after:
+
+    def __exit__(self, *_: object) -> None:
+        for restore in self._after.pop():
             restore()
 
 

@@ -19,6 +19,8 @@ from zfunc.comm.generators import Generators, generators_kept
 
 __all__ = ["Baton", "Outcome"]
 
+_LOOK_S = 0.2
+
 
 @dataclasses.dataclass(slots=True)
 class Outcome:
@@ -82,10 +84,11 @@ class Baton:
                 thread.start()
             self._turns[0].release()
             try:
-                self._over.acquire()
+                # A signal that comes just before the lock blocks is seen when it returns.
+                while not self._over.acquire(timeout=_LOOK_S):
+                    pass
             except BaseException:
                 on_interrupt()
-                self._over.acquire()
                 raise
             finally:
                 for thread in threads:
